@@ -1,0 +1,104 @@
+"""The one family of errors that flexops raises.
+
+Every error says what went wrong, what was found, what was required and the command (or setting) that mends it. ``exit_code`` is what the
+command line exits with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class FlexopsError(Exception):
+    """Base of every error flexops raises on purpose.
+
+    Args:
+        what: one sentence: what failed.
+        found: what there is.
+        required: what there would have to be.
+        fix: a command to copy, or the setting to change.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, found: str = "", required: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.found = found
+        self.required = required
+        self.fix = fix
+
+    def __str__(self) -> str:
+        details = (("found", self.found), ("required", self.required), ("fix", self.fix))
+        return "\n".join([self.what, *(f"  {label}: {text}" for label, text in details if text)])
+
+
+class SettingsError(FlexopsError):
+    """An environment variable holds a value that flexops does not understand."""
+
+    exit_code = 2
+
+
+class TargetError(FlexopsError):
+    """The matrix of targets is wrong, or a target id is unknown."""
+
+    exit_code = 3
+
+
+class ArchitectureError(FlexopsError):
+    """A GPU architecture is not understood, or the compiler at hand cannot produce it."""
+
+    exit_code = 4
+
+
+class ToolchainError(FlexopsError):
+    """A compiler, toolkit or torch that a build needs is missing or does not match."""
+
+    exit_code = 5
+
+
+class LoggedError(FlexopsError):
+    """An error that another program told in full. ``log`` is the path of its output, if that was kept."""
+
+    def __init__(self, what: str, *, found: str = "", required: str = "", fix: str = "", log: Path | None = None) -> None:
+        super().__init__(what, found=found, required=required, fix=fix)
+        self.log = log
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n  log: {self.log}" if self.log else "")
+
+
+class CompileError(LoggedError):
+    """A build ran and failed."""
+
+    exit_code = 6
+
+
+class CacheError(FlexopsError):
+    """The build cache cannot be used as asked: not ours, not writable, full, or not a flexops cache."""
+
+    exit_code = 7
+
+
+class NativeUnavailableError(FlexopsError):
+    """No native kernel can be had for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference out."""
+
+    exit_code = 8
+
+
+class TorchUnavailableError(FlexopsError, ImportError):
+    """``import torch`` failed, so the operators cannot be used; the command line and doctor still work."""
+
+    exit_code = 9
+
+
+class ChannelError(LoggedError):
+    """A conda package or channel cannot be built, indexed, solved or installed."""
+
+    exit_code = 11
+
+
+class ImageError(LoggedError):
+    """An image cannot be built, run or checked: no engine, no space, no base image, or a step that fails."""
+
+    exit_code = 10

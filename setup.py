@@ -1,0 +1,64 @@
+"""Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into the wheel.
+
+Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and ``bdist_wheel`` know of it; how it is built is the business of
+``flexops.op_builder``. The libraries hold no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
+
+from flexops import settings  # noqa: E402
+from flexops.errors import FlexopsError  # noqa: E402
+from flexops.op_builder import aot, catalog  # noqa: E402
+
+
+def extensions() -> list[Extension]:
+    """One for each op that ``FLEXOPS_AOT`` names; none by default."""
+    names = settings.current().aot
+    specs = catalog.select(names) if names else ()
+    return [Extension(f"flexops._aot.{spec.name}", [f"csrc/{source}" for source in (spec.binding, *spec.cpu_sources, *spec.cuda_sources)]) for spec in specs]
+
+
+class BuildOps(build_ext):
+    """Builds all ops together, so that their compile steps share the processors."""
+
+    def run(self) -> None:
+        if not self.extensions:
+            return
+        package = ROOT / "flexops" if self.inplace else Path(self.build_lib) / "flexops"
+        try:
+            self._built = aot.build_into_package(tuple(item.name.rpartition(".")[2] for item in self.extensions), settings.current(), package)
+        except FlexopsError as error:
+            raise SystemExit(f"\nflexops: {error}\n") from error
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for directory in getattr(self, "_built", ()) for path in sorted(directory.iterdir())]
+
+    def get_source_files(self) -> list[str]:
+        return []  # csrc/ is package data already
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags a wheel with compiled operators for this platform and any Python 3."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = not self.distribution.ext_modules
+
+    def get_tag(self) -> tuple[str, str, str]:
+        platform = super().get_tag()[2]
+        return ("py3", "none", platform if self.distribution.ext_modules else "any")
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel})
