@@ -1,0 +1,59 @@
+"""What a build is done with: finding it (``discover``), what goes with what (``compat``), and what is missing (``missing``).
+
+Everything here is imported when it is first asked for: a warm start needs ``torch_build`` and perhaps ``local_capabilities``, nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..compute_capability import gencodes, runs_on
+    from . import gpus, resources
+    from .architectures import ArchitectureChoice, resolve_architectures
+    from .compat import driver_supports, supported_capabilities
+    from .diagnosis import missing, toolkit_fix
+    from .discovery import discover
+    from .gpus import local_capabilities
+    from .installed_torch import torch_build
+
+_HOME = {
+    "ArchitectureChoice": ".architectures",
+    "discover": ".discovery",
+    "driver_supports": ".compat",
+    "gencodes": "..compute_capability",
+    "local_capabilities": ".gpus",
+    "missing": ".diagnosis",
+    "resolve_architectures": ".architectures",
+    "runs_on": "..compute_capability",
+    "supported_capabilities": ".compat",
+    "toolkit_fix": ".diagnosis",
+    "torch_build": ".installed_torch",
+}
+
+__all__ = [
+    "ArchitectureChoice",
+    "discover",
+    "driver_supports",
+    "gencodes",
+    "gpus",
+    "local_capabilities",
+    "missing",
+    "resolve_architectures",
+    "resources",
+    "runs_on",
+    "supported_capabilities",
+    "toolkit_fix",
+    "torch_build",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("gpus", "resources"):
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name], __name__), name)
+    globals()[name] = found
+    return found

@@ -1,0 +1,220 @@
+"""The GPUs of this machine, without initialising CUDA in this process (which would break a later fork).
+
+NVML through ctypes; where its library is absent, ``nvidia-smi``. Without a device node neither is tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from .. import settings
+from ..compute_capability import ComputeCapability
+from .driver import DriverCuda, DriverRelease
+from .version import Version
+
+_DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+_NVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+_QUERY = ("--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name", "--format=csv,noheader,nounits")
+
+
+class Gpu(NamedTuple):
+    """One NVIDIA GPU: ``ordinal`` in PCI bus order, ``memory_bytes`` in all."""
+
+    ordinal: int
+    uuid: str
+    name: str
+    capability: ComputeCapability
+    memory_bytes: int
+
+
+class Driver(NamedTuple):
+    """The NVIDIA driver: its release, and the CUDA version it supports (None where only nvidia-smi's table would tell)."""
+
+    release: DriverRelease
+    cuda: DriverCuda | None
+
+
+class Machine(NamedTuple):
+    """What the driver says: itself, and all GPUs that it shows to this process's container."""
+
+    driver: Driver | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+def local_capabilities() -> tuple[ComputeCapability, ...]:
+    """The capabilities of the GPUs that this process may use, ascending, each once; empty when there are none.
+
+    Asks torch only when CUDA is initialised already. ``CUDA_VISIBLE_DEVICES`` is respected; where it could mean either of two different
+    GPUs (numbers under ``CUDA_DEVICE_ORDER=FASTEST_FIRST`` on a mixed machine), all are given.
+    """
+    if initialised := _from_torch():
+        return initialised
+    wishes = settings.current()
+    gpus = visible(machine().gpus, wishes.cuda_visible_devices, wishes.cuda_device_order)
+    return tuple(sorted({gpu.capability for gpu in gpus}))
+
+
+def visible(gpus: Sequence[Gpu], devices: str | None, order: str) -> tuple[Gpu, ...]:
+    """Those GPUs that ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA does: up to the first entry that is not valid."""
+    if devices is None:
+        return tuple(gpus)
+    ambiguous = order != "PCI_BUS_ID" and len({gpu.capability for gpu in gpus}) > 1
+    shown: list[Gpu] = []
+    for entry in (piece.strip() for piece in devices.split(",")):
+        if entry.isdigit() and ambiguous and int(entry) < len(gpus):
+            return tuple(gpus)
+        matching = [gpu for gpu in gpus if _names(entry, gpu)]
+        if len(matching) != 1:
+            break
+        shown += matching
+    return tuple(shown)
+
+
+def machine(root: str = "") -> Machine:
+    """The driver and its GPUs; empty without a device node. One real query in a process."""
+    if not any(os.path.exists(root + node) for node in _DEVICE_NODES):
+        return Machine()
+    return _query()
+
+
+@functools.cache
+def _query() -> Machine:
+    found = _from_nvml()
+    return found if found is not None else _from_nvidia_smi()
+
+
+def local_gfx_targets(root: str = "") -> tuple[str, ...]:
+    """AMD GPUs here, as compiler targets (``gfx90a``), from the kernel driver's topology; each once."""
+    nodes = f"{root}/sys/class/kfd/kfd/topology/nodes"
+    try:
+        names = sorted(os.listdir(nodes))
+    except OSError:
+        return ()
+    numbers = (_gfx_number(f"{nodes}/{name}/properties") for name in names)
+    return tuple(dict.fromkeys(gfx_name(number) for number in numbers if number))
+
+
+def gfx_name(number: int) -> str:
+    """``gfx90a`` for the kernel's 90010: two decimal digits each for minor and stepping, which the name has in hexadecimal."""
+    return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
+
+
+def parse_nvidia_smi(text: str) -> Machine:
+    """Read ``nvidia-smi``'s answer to our query; lines that are not understood are left out."""
+    gpus: list[Gpu] = []
+    driver: Driver | None = None
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",", 5)]
+        if len(fields) != 6 or not fields[0].isdigit() or not re.fullmatch(r"\d+\.\d", fields[2]):
+            continue
+        memory = int(fields[3]) << 20 if fields[3].isdigit() else 0
+        gpus.append(Gpu(int(fields[0]), fields[1], fields[5], ComputeCapability.parse(fields[2]), memory))
+        driver = Driver(DriverRelease.parse(fields[4]), None)
+    return Machine(driver, tuple(gpus))
+
+
+def _from_torch() -> tuple[ComputeCapability, ...]:
+    torch = sys.modules.get("torch")
+    try:
+        if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
+            return ()
+        found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    except (AttributeError, RuntimeError):
+        return ()
+    return tuple(sorted(ComputeCapability(major, minor) for major, minor in found))
+
+
+def _names(entry: str, gpu: Gpu) -> bool:
+    if entry.isdigit():
+        return int(entry) == gpu.ordinal
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
+
+
+def _gfx_number(path: str) -> int:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("gfx_target_version ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _from_nvml() -> Machine | None:
+    """What NVML says; None when its library is not there or does not answer."""
+    try:
+        with _nvml() as library:
+            return Machine(_nvml_driver(library), tuple(_nvml_gpu(library, index) for index in range(_nvml_count(library))))
+    except (OSError, AttributeError, _NvmlError, ValueError):
+        return None
+
+
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL]:
+    library = _open_first(_NVML)
+    _check(library.nvmlInit_v2())
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
+def _open_first(names: Sequence[str]) -> ctypes.CDLL:
+    for name in names[:-1]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return ctypes.CDLL(names[-1])
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise _NvmlError(status)
+
+
+def _nvml_driver(library: ctypes.CDLL) -> Driver:
+    release, cuda = ctypes.create_string_buffer(96), ctypes.c_int()
+    _check(library.nvmlSystemGetDriverVersion(release, ctypes.c_uint(96)))
+    _check(library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
+    return Driver(DriverRelease.parse(release.value.decode()), DriverCuda(Version((cuda.value // 1000, cuda.value % 1000 // 10))))
+
+
+def _nvml_count(library: ctypes.CDLL) -> int:
+    count = ctypes.c_uint()
+    _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+    return count.value
+
+
+def _nvml_gpu(library: ctypes.CDLL, index: int) -> Gpu:
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+    _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
+    _check(library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)))
+    _check(library.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)))
+    _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))  # refused on some integrated GPUs: their memory stays 0
+    return Gpu(index, uuid.value.decode(), name.value.decode(), ComputeCapability(major.value, minor.value), memory.total)
+
+
+def _from_nvidia_smi() -> Machine:
+    from .probe import output
+
+    try:
+        return parse_nvidia_smi(output("nvidia-smi", *_QUERY))
+    except (OSError, ValueError):
+        return Machine()
