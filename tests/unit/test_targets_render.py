@@ -1,0 +1,132 @@
+"""Everything rendered follows from the matrix: golden files, this checkout, and the command that keeps it so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flexops import targets
+from flexops.errors import TargetError
+from flexops.targets import loading, render
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "targets"
+
+
+def tree(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A rendered project of the small matrix."""
+    shutil.copy(GOLDEN / "input" / "README.md", tmp_path)
+    render.write(loading.read(GOLDEN / "input" / "matrix.toml"), tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def matrix() -> targets.Matrix:
+    return loading.read(GOLDEN / "input" / "matrix.toml")
+
+
+def test_the_golden_case(project: Path) -> None:
+    found, expected = tree(project), tree(GOLDEN / "expected")
+    assert set(found) == set(expected)
+    for path, text in expected.items():
+        assert found[path] == text, path
+
+
+def test_this_checkout_follows_its_matrix() -> None:
+    assert render.compare(targets.load(), ROOT).lines() == []
+
+
+def test_every_generated_file_says_so(project: Path) -> None:
+    for path, text in tree(project).items():
+        assert render.HEADER in text, path
+
+
+def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) -> None:
+    before = {path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()}
+    assert not render.write(matrix, project)
+    assert {path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()} == before
+
+
+def test_missing_differing_and_stray_files_are_listed_and_mended(project: Path, matrix: targets.Matrix) -> None:
+    (project / "envs/cpu.yml").unlink()
+    (project / "envs/cu121-sm89.yml").write_text("edited by hand\n")
+    (project / "envs/old.yml").write_text(f"# {render.HEADER}\nname: old\n")
+    (project / "envs/mine.yml").write_text(f"# mine\n# {render.HEADER}\n")
+    (project / "envs/notes.bin").write_bytes(b"\xff\xfe\x00")
+    found = render.compare(matrix, project)
+    assert found.lines() == ["missing  envs/cpu.yml", "differs  envs/cu121-sm89.yml", "stray    envs/old.yml"]
+    assert render.write(matrix, project) == found
+    assert not render.compare(matrix, project)
+    assert {path.name for path in (project / "envs").iterdir()} >= {"mine.yml", "notes.bin"}
+    assert not (project / "envs/old.yml").exists()
+
+
+def test_a_readme_is_made_when_there_is_none_and_kept_when_there_is(tmp_path: Path, matrix: targets.Matrix) -> None:
+    render.write(matrix, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text == f"# flexops\n\n{render.table(matrix)}\n"
+    (tmp_path / "README.md").write_text("before\n" + text + "after\n")
+    assert not render.write(matrix, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["no markers", f"{render.END} {render.BEGIN}", f"{render.BEGIN} {render.BEGIN} {render.END}"])
+def test_a_readme_without_its_markers_is_an_error(matrix: targets.Matrix, text: str) -> None:
+    with pytest.raises(TargetError, match="no place for the table"):
+        render.readme(matrix, text)
+
+
+def test_requirements_work_with_the_default_index_alone_except_for_rocm(matrix: targets.Matrix) -> None:
+    for target in matrix.targets:
+        options = [line for line in render.requirements(target).splitlines() if line.startswith("-")]
+        assert bool(options) == (target.accelerator == "rocm")
+
+
+class TestCommandLine:
+    @pytest.fixture(autouse=True)
+    def _typer(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        pytest.importorskip("typer")
+        from typer.testing import CliRunner
+
+        from flexops.cli.target import app
+
+        self.root = tmp_path
+        monkeypatch.setattr(render, "checkout", lambda: tmp_path)
+        self.run = lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+    def test_check_exits_1_and_lists_then_render_mends(self) -> None:
+        checked = self.run("render", "--check")
+        assert checked.exit_code == 1
+        assert "missing  envs/cu121-sm89.yml" in checked.output
+        assert not list(self.root.iterdir())
+        assert self.run("render").exit_code == 0
+        assert self.run("render", "--check").exit_code == 0
+        assert self.run("render").output == "everything follows from the matrix\n"
+
+    def test_list_and_show(self) -> None:
+        listed = json.loads(self.run("list", "--json").output)
+        assert [row["id"] for row in listed] == list(targets.load().ids)
+        assert "CUDA 12.1.1" in self.run("list").output
+        shown = json.loads(self.run("show", "cu130-sm90", "--json").output)
+        assert shown == listed[[row["id"] for row in listed].index("cu130-sm90")]
+        assert "least_driver    580" in self.run("show", "cu130-sm90").output
+        assert isinstance(self.run("show", "nothing").exception, TargetError)
+
+    def test_detect(self) -> None:
+        found = json.loads(self.run("detect", "--json").output)
+        assert found["id"] in targets.load().ids
+        assert found["reason"]
+        assert self.run("detect").output.startswith(found["id"] + "\n")
+
+
+def test_an_installed_package_has_nothing_to_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "__file__", str(tmp_path / "flexops" / "targets" / "render.py"))
+    with pytest.raises(TargetError, match="not a checkout"):
+        render.checkout()
