@@ -1,0 +1,175 @@
+// What a binding sees of torch, the same for the stable ABI (torch >= 2.11, FLEXOPS_STABLE_ABI=1) and for torch/library.h (any older
+// torch).
+//
+// A binding checks arguments, calls a launcher and registers itself; it is compiled once per device type, with FLEXOPS_DEVICE_CPU or
+// FLEXOPS_DEVICE_CUDA defined to 1:
+//
+//   #include "common/binding.h"
+//   #include "scale/scale.h"
+//   namespace flexops {
+//   static Tensor scale(Tensor x, double factor, std::optional<Tensor> bias) {   // by value; int64_t, double, bool, Tensor, TensorList,
+//     FLEXOPS_CHECK(x.dtype() == Dtype::f32, "flexops::scale: x must be float32, got ", dtype_name(x.dtype()));
+//     x = contiguous(x);                                                        // std::string and std::optional of those
+//     Tensor out = empty_like_contiguous(x, x.dtype());
+//   #if FLEXOPS_DEVICE_CUDA
+//     DeviceGuard guard(x);
+//     check_launch("flexops::scale", scale_cuda(x.data<float>(), out.data<float>(), x.numel(), factor, current_stream(x)));
+//   #else
+//     parallel_for(0, x.numel(), 4096, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(scale_cpu)(...., begin, end); });   //
+//     common/cpu.h
+//   #endif
+//     return out;                                                               // void, Tensor, or std::tuple of Tensors
+//   }
+//   FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
+//   }  // namespace flexops
+//
+// Every error is a std::runtime_error (RuntimeError in Python), whose text starts with the op and names the argument. A Tensor is a counted
+// reference: copying one is cheap, moving one is free. Nothing here needs libtorch_cuda to link: a torch without CUDA can build CUDA
+// libraries.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if !defined(FLEXOPS_DEVICE_CPU)
+#define FLEXOPS_DEVICE_CPU 0
+#endif
+#if !defined(FLEXOPS_DEVICE_CUDA)
+#define FLEXOPS_DEVICE_CUDA 0
+#endif
+#if FLEXOPS_DEVICE_CPU + FLEXOPS_DEVICE_CUDA != 1
+#error "define exactly one of FLEXOPS_DEVICE_CPU and FLEXOPS_DEVICE_CUDA to 1"
+#endif
+
+namespace flexops {
+
+/// The dtypes that ops tell apart; everything else is `other`.
+enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, other };
+
+inline const char* dtype_name(Dtype dtype) {
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64", "uint8",        "int8",
+                                           "int16",   "int32",   "int64",    "bool",    "another dtype"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+/// Bytes of one element; 0 for `other`.
+inline int64_t dtype_size(Dtype dtype) {
+  static constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 0};
+  return kSizes[static_cast<int>(dtype)];
+}
+
+namespace detail {
+/// A piece of an error message: text or a whole number.
+struct Part {
+  std::string_view text;
+  int64_t number = 0;
+  bool is_number = false;
+  Part(const char* value) : text(value) {}
+  Part(std::string_view value) : text(value) {}
+  Part(const std::string& value) : text(value) {}
+  template <typename T, typename = std::enable_if_t<std::is_integral_v<T>>>
+  Part(T value) : number(static_cast<int64_t>(value)), is_number(true) {}
+};
+
+// One function for all messages: a template per message would double the time that a binding takes to compile.
+[[noreturn, gnu::noinline, gnu::cold]] inline void fail(std::initializer_list<Part> parts) {
+  std::string message;
+  for (const Part& part : parts) message += part.is_number ? std::to_string(part.number) : std::string(part.text);
+  throw std::runtime_error(message);
+}
+}  // namespace detail
+
+}  // namespace flexops
+
+/// FLEXOPS_CHECK(condition, "flexops::op: argument must be ..., got ", value): throws if the condition does not hold. The parts of the
+/// message are text (const char*, std::string, std::string_view) and whole numbers.
+#define FLEXOPS_CHECK(condition, ...)                                              \
+  do {                                                                             \
+    if (__builtin_expect(!(condition), 0)) ::flexops::detail::fail({__VA_ARGS__}); \
+  } while (0)
+
+#if FLEXOPS_DEVICE_CUDA
+#define FLEXOPS_DISPATCH_KEY "CUDA"
+#else
+#define FLEXOPS_DISPATCH_KEY "CPU"
+#endif
+
+#if defined(FLEXOPS_STABLE_ABI) && FLEXOPS_STABLE_ABI
+#include "common/binding_stable.h"
+#else
+#include "common/binding_classic.h"
+#endif
+
+namespace flexops {
+
+using TensorList = std::vector<Tensor>;
+
+/// Whether the elements fill one block of memory without gaps or overlaps, in whatever order of dimensions.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  const int64_t dim = tensor.dim();
+  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
+  int64_t expected = 1;
+  for (int64_t seen = 1, total = tensor.numel(); seen < total;) {  // each round finds the dimension whose stride is `expected`
+    int64_t found = -1;
+    for (int64_t d = 0; d < dim && found < 0; ++d) {
+      if (sizes[d] > 1 && strides[d] == expected) found = d;
+    }
+    if (found < 0) return false;
+    seen *= sizes[found];
+    expected *= sizes[found];
+  }
+  return true;
+}
+
+inline bool same_shape(const Tensor& a, const Tensor& b) {
+  const int64_t dim = a.dim();
+  if (dim != b.dim()) return false;
+  const int64_t *left = a.sizes(), *right = b.sizes();
+  for (int64_t d = 0; d < dim; ++d) {
+    if (left[d] != right[d]) return false;
+  }
+  return true;
+}
+
+/// Whether two tensors of one shape hold their elements in the same order (strides of dimensions of size 1 mean nothing).
+inline bool same_strides(const Tensor& a, const Tensor& b) {
+  const int64_t *sizes = a.sizes(), *left = a.strides(), *right = b.strides();
+  for (int64_t d = 0, dim = a.dim(); d < dim; ++d) {
+    if (sizes[d] > 1 && left[d] != right[d]) return false;
+  }
+  return true;
+}
+
+/// A contiguous, uninitialised tensor of the shape and on the device of `like`.
+inline Tensor empty_like_contiguous(const Tensor& like, Dtype dtype) { return empty(like.sizes(), like.dim(), dtype, like); }
+
+/// "[2, 3]", for error messages.
+[[gnu::noinline, gnu::cold]] inline std::string shape_text(const Tensor& tensor) {
+  std::string out = "[";
+  const int64_t* sizes = tensor.sizes();
+  for (int64_t d = 0, dim = tensor.dim(); d < dim; ++d) out += (d ? ", " : "") + std::to_string(sizes[d]);
+  return out + "]";
+}
+
+/// Whether the tensor is on the device type that this binding is compiled for.
+inline bool on_this_device_type(const Tensor& tensor) { return FLEXOPS_DEVICE_CUDA ? tensor.is_cuda() : tensor.is_cpu(); }
+
+/// Throws if a launcher returned an error text (nullptr means success).
+inline void check_launch(const char* op, const char* error) { FLEXOPS_CHECK(error == nullptr, op, ": CUDA error: ", error); }
+
+}  // namespace flexops
+
+// FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "op", function); } adds this device type's kernels to ops that Python has defined.
+
+#if FLEXOPS_DEVICE_CUDA
+#include "common/stream.h"
+#endif

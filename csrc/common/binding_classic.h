@@ -1,0 +1,183 @@
+// binding.h over torch/library.h, for exactly the torch minor it is compiled against. Include binding.h, not this.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+
+// libgomp's entry point, found in the one that torch itself has loaded: compiling with -fopenmp would bring a second one.
+extern "C" void GOMP_parallel(void (*body)(void*), void* context, unsigned threads, unsigned flags) __attribute__((weak));
+
+namespace at {
+TORCH_API int get_num_threads();
+TORCH_API bool in_parallel_region();
+}  // namespace at
+
+namespace flexops {
+
+/// A counted reference to a tensor. A default-constructed one is undefined, and only assignment and destruction may touch it.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+
+  const at::Tensor& torch() const { return tensor_; }
+
+  void* data() const { return tensor_.data_ptr(); }
+  template <typename T>
+  T* data() const {
+    return static_cast<T*>(data());
+  }
+  int64_t numel() const { return tensor_.numel(); }
+  int64_t dim() const { return tensor_.dim(); }
+  const int64_t* sizes() const { return tensor_.sizes().data(); }
+  const int64_t* strides() const { return tensor_.strides().data(); }
+  int64_t size(int64_t d) const { return tensor_.size(d); }
+  Dtype dtype() const {
+    switch (tensor_.scalar_type()) {
+      case at::ScalarType::Float:
+        return Dtype::f32;
+      case at::ScalarType::Half:
+        return Dtype::f16;
+      case at::ScalarType::BFloat16:
+        return Dtype::bf16;
+      case at::ScalarType::Double:
+        return Dtype::f64;
+      case at::ScalarType::Byte:
+        return Dtype::u8;
+      case at::ScalarType::Char:
+        return Dtype::i8;
+      case at::ScalarType::Short:
+        return Dtype::i16;
+      case at::ScalarType::Int:
+        return Dtype::i32;
+      case at::ScalarType::Long:
+        return Dtype::i64;
+      case at::ScalarType::Bool:
+        return Dtype::boolean;
+      default:
+        return Dtype::other;
+    }
+  }
+  bool is_cpu() const { return tensor_.is_cpu(); }
+  bool is_cuda() const { return tensor_.is_cuda(); }
+  /// The GPU's number; -1 on the CPU.
+  int32_t device_index() const { return tensor_.get_device(); }
+  bool is_contiguous() const { return tensor_.is_contiguous(); }
+
+ private:
+  at::Tensor tensor_;
+};
+
+namespace detail {
+inline at::ScalarType scalar_type(Dtype dtype) {
+  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Float, at::ScalarType::Half, at::ScalarType::BFloat16, at::ScalarType::Double,
+                                              at::ScalarType::Byte,  at::ScalarType::Char, at::ScalarType::Short,    at::ScalarType::Int,
+                                              at::ScalarType::Long,  at::ScalarType::Bool};
+  return kTypes[static_cast<int>(dtype)];
+}
+}  // namespace detail
+
+/// A contiguous, uninitialised tensor on the device of `like`.
+inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
+  return Tensor(at::empty(at::IntArrayRef(sizes, dim), like.torch().options().dtype(detail::scalar_type(dtype))));
+}
+
+/// destination[...] = source[...], with torch's conversions and any strides.
+inline void copy(const Tensor& destination, const Tensor& source) { destination.torch().copy_(source.torch(), /*non_blocking=*/true); }
+
+/// The tensor itself if it is contiguous, else a contiguous copy.
+inline Tensor contiguous(const Tensor& tensor) { return Tensor(tensor.torch().contiguous()); }
+
+/// Calls body(begin, end) on pieces of [begin, end) of at least `grain` items, on torch's threads. The body must not throw.
+template <typename F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
+  const int64_t most = (end - begin + grain - 1) / (grain > 0 ? grain : 1);
+  const int64_t pieces = std::min<int64_t>(at::get_num_threads(), most);
+  if (begin >= end) return;
+  if (pieces <= 1 || GOMP_parallel == nullptr || at::in_parallel_region()) return body(begin, end);
+  struct Context {
+    const F& body;
+    int64_t begin, end, size;
+    std::atomic<int64_t> next;
+  } context{body, begin, end, (end - begin + pieces - 1) / pieces, {0}};
+  GOMP_parallel(  // the team may be smaller than asked for, so its members fetch pieces until none is left
+      [](void* raw) {
+        auto& c = *static_cast<Context*>(raw);
+        for (int64_t at; (at = c.begin + c.next.fetch_add(1) * c.size) < c.end;) c.body(at, std::min(at + c.size, c.end));
+      },
+      &context, static_cast<unsigned>(pieces), 0);
+}
+
+/// Makes the tensor's GPU the current device for the guard's lifetime.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.torch().device()) {}
+
+ private:
+  c10::DeviceGuard guard_;
+};
+
+namespace detail {
+
+template <typename T>
+struct Take {
+  static T from(c10::IValue&& value) { return std::move(value).to<T>(); }  // int64_t, double, bool, std::string
+};
+template <>
+struct Take<Tensor> {
+  static Tensor from(c10::IValue&& value) { return Tensor(std::move(value).toTensor()); }
+};
+template <>
+struct Take<std::vector<Tensor>> {
+  static std::vector<Tensor> from(c10::IValue&& value) {
+    std::vector<Tensor> out;
+    for (at::Tensor& each : std::move(value).toTensorVector()) out.emplace_back(std::move(each));
+    return out;
+  }
+};
+template <typename T>
+struct Take<std::optional<T>> {
+  static std::optional<T> from(c10::IValue&& value) {
+    if (value.isNone()) return std::nullopt;
+    return Take<T>::from(std::move(value));
+  }
+};
+
+inline void put(torch::jit::Stack* stack, const Tensor& result) { stack->emplace_back(result.torch()); }
+template <typename... T>
+void put(torch::jit::Stack* stack, const std::tuple<T...>& results) {
+  std::apply([&](const T&... each) { (stack->emplace_back(each.torch()), ...); }, results);
+}
+
+template <auto function>
+struct Boxed;
+template <typename R, typename... A, R (*function)(A...)>
+struct Boxed<function> {
+  static void call(const c10::OperatorHandle&, torch::jit::Stack* stack) { call(stack, std::index_sequence_for<A...>{}); }
+  template <size_t... I>
+  static void call(torch::jit::Stack* stack, std::index_sequence<I...>) {
+    constexpr size_t kCount = sizeof...(A);
+    if constexpr (std::is_void_v<R>) {
+      function(Take<A>::from(std::move(torch::jit::peek(*stack, I, kCount)))...);
+      torch::jit::drop(*stack, kCount);
+    } else {
+      R result = function(Take<A>::from(std::move(torch::jit::peek(*stack, I, kCount)))...);
+      torch::jit::drop(*stack, kCount);
+      put(stack, result);
+    }
+  }
+};
+
+}  // namespace detail
+}  // namespace flexops
+
+#if FLEXOPS_DEVICE_CUDA
+#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(flexops, CUDA, m)
+#else
+#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(flexops, CPU, m)
+#endif
+#define FLEXOPS_IMPL(m, name, function) \
+  m.impl(name, torch::CppFunction::makeFromBoxedFunction<&::flexops::detail::Boxed<&function>::call>())

@@ -1,0 +1,76 @@
+// Choosing a CPU kernel's instruction set at run time.
+//
+// Every <op>_cpu.cpp is compiled once per level with FLEXOPS_ISA defined to baseline, avx2 or avx512 and the matching -m flags, and puts
+// everything it defines into that namespace:
+//
+//   scale.h:        FLEXOPS_ISA_DECLARE(void scale_cpu(const float* x, float* out, int64_t begin, int64_t end))
+//   scale_cpu.cpp:  namespace flexops::FLEXOPS_ISA { void scale_cpu(const float* x, ...) { ... } }
+//   binding:        FLEXOPS_ISA_CALL(scale_cpu)(x, out, begin, end)
+//
+// One-definition rule: an inline function that is compiled under different -m flags must live in the level's namespace (or be static), or
+// the linker may keep the AVX-512 one for everybody. So *_cpu.cpp files include no C++ standard header with templates or inline functions
+// that they use (cpu_math.h has what kernels need, per level); C headers such as <stdint.h>, <math.h> and <string.h> are fine.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace flexops {
+
+enum class Isa { baseline, avx2, avx512 };
+
+#if defined(__x86_64__)
+#define FLEXOPS_HAS_ISA_LEVELS 1
+#define FLEXOPS_ISA_DECLARE(...) \
+  namespace baseline {           \
+  __VA_ARGS__;                   \
+  }                              \
+  namespace avx2 {               \
+  __VA_ARGS__;                   \
+  }                              \
+  namespace avx512 {             \
+  __VA_ARGS__;                   \
+  }
+#define FLEXOPS_ISA_CALL(function)                                              \
+  (::flexops::cpu_isa() == ::flexops::Isa::avx512 ? ::flexops::avx512::function \
+   : ::flexops::cpu_isa() == ::flexops::Isa::avx2 ? ::flexops::avx2::function   \
+                                                  : ::flexops::baseline::function)
+#else  // elsewhere there is one level, the compiler's default
+#define FLEXOPS_HAS_ISA_LEVELS 0
+#define FLEXOPS_ISA_DECLARE(...) \
+  namespace baseline {           \
+  __VA_ARGS__;                   \
+  }
+#define FLEXOPS_ISA_CALL(function) (::flexops::baseline::function)
+#endif
+
+#if !defined(FLEXOPS_ISA)  // the binding's part: kernels do not ask
+
+namespace detail {
+inline Isa detect_isa() {
+#if FLEXOPS_HAS_ISA_LEVELS
+  // FLEXOPS_CPU_ISA is an upper bound (flexops/settings.py documents and checks it): the tests use it to run every level.
+  const char* limit = getenv("FLEXOPS_CPU_ISA");
+  const bool no_avx512 = limit && (!strcmp(limit, "avx2") || !strcmp(limit, "baseline"));
+  const bool no_avx2 = limit && !strcmp(limit, "baseline");
+  __builtin_cpu_init();  // the checks below include the operating system's support for the registers
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && !no_avx512) return Isa::avx512;
+  if (avx2 && !no_avx2) return Isa::avx2;
+#endif
+  return Isa::baseline;
+}
+}  // namespace detail
+
+/// The best level of this CPU, found once.
+inline Isa cpu_isa() {
+  static const Isa isa = detail::detect_isa();
+  return isa;
+}
+
+#endif
+
+}  // namespace flexops

@@ -1,0 +1,149 @@
+// bf16 and fp16 in CPU kernels, and streaming stores; for *_cpu.cpp files, once per ISA level (see cpu.h for why the namespace).
+//
+// The conversions take whole blocks, so that the compiler (or F16C) makes vector code of them.
+#pragma once
+
+#include "common/cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FLEXOPS_RESTRICT __restrict__
+
+namespace flexops::FLEXOPS_ISA {
+
+inline float float_from_bits(uint32_t bits) {
+  float out;
+  memcpy(&out, &bits, sizeof out);
+  return out;
+}
+inline uint32_t bits_of(float value) {
+  uint32_t out;
+  memcpy(&out, &value, sizeof out);
+  return out;
+}
+
+inline float bf16_to_float(uint16_t bits) { return float_from_bits(static_cast<uint32_t>(bits) << 16); }
+
+/// Rounds to nearest even; NaN becomes 0x7fc0 as in torch, overflow infinity.
+inline uint16_t float_to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(value == value ? rounded : 0x7fc0u);
+}
+
+#if defined(__F16C__)
+inline float f16_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t float_to_f16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+inline float f16_to_float(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
+  // Scaling by 2^112 rebases the exponent, and makes subnormals normal exactly.
+  const float scaled = float_from_bits(magnitude << 13) * 0x1p112f;
+  return float_from_bits(bits_of(scaled) | sign);
+}
+inline uint16_t float_to_f16(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 2^16 and more
+  if (magnitude < 0x38800000u) {                                               // subnormal: the float adder rounds at 2^-24
+    return static_cast<uint16_t>(sign | (bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);  // may carry into infinity: right
+}
+#endif
+
+/// As many floats as one register holds; arithmetic and comparisons work lane by lane (the compiler's vector extension).
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
+
+inline Floats load_floats(const float* from) {
+  Floats out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+inline void store_floats(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+
+inline float square_root(float value) { return __builtin_sqrtf(value); }
+inline Floats square_root(Floats value) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_sqrt_ps(0xffff, value);  // the unmasked one makes GCC 12 warn of an uninitialised value
+#elif defined(__AVX__)
+  return _mm256_sqrt_ps(value);
+#elif defined(__x86_64__)
+  return _mm_sqrt_ps(value);
+#else
+  for (int i = 0; i < kLanes; ++i) value[i] = __builtin_sqrtf(value[i]);
+  return value;
+#endif
+}
+
+inline void bf16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = bf16_to_float(in[i]);
+}
+inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = float_to_bf16(in[i]);
+}
+inline void f16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+#endif
+  for (; i < count; ++i) out[i] = f16_to_float(in[i]);
+}
+inline void float_to_f16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i < count; ++i) out[i] = float_to_f16(in[i]);
+}
+
+#if defined(__x86_64__)
+/// One cache line of 64 bytes, past the caches; `to` is aligned to it.
+inline void stream_line(char* to, const char* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX__)
+  for (int i = 0; i < 64; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+  }
+#else
+  for (int i = 0; i < 64; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+#endif
+}
+#endif
+
+/// Copies bytes past the caches where it can: for output that is not read again soon. Best a few lines at a time, between other work: a
+/// long burst waits for memory. Call streaming_fence() once afterwards.
+inline void streaming_copy(void* FLEXOPS_RESTRICT out, const void* FLEXOPS_RESTRICT in, int64_t bytes) {
+  char* to = static_cast<char*>(out);
+  const char* from = static_cast<const char*>(in);
+#if defined(__x86_64__)
+  int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & 63u);
+  if (head > bytes) head = bytes;
+  memcpy(to, from, static_cast<size_t>(head));
+  to += head, from += head, bytes -= head;
+  for (; bytes >= 64; to += 64, from += 64, bytes -= 64) stream_line(to, from);
+#endif
+  memcpy(to, from, static_cast<size_t>(bytes));
+}
+inline void streaming_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace flexops::FLEXOPS_ISA

@@ -1,0 +1,81 @@
+// Vector loads and stores, up to 16 bytes at once, with hints for data that is touched once.
+//
+//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));   // one 16-byte access; pointer aligned to
+//   it store<Cache::streaming>(reinterpret_cast<Vec<float, 4>*>(out), v);
+#pragma once
+
+#include "common/device.cuh"
+
+namespace flexops {
+
+/// N elements that are loaded and stored as one; aligned to its size.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T at[N];
+};
+
+enum class Cache {
+  normal,     // likely to be read again soon
+  streaming,  // touched once: first to be evicted
+};
+
+namespace detail {
+template <int Bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using type = u8;
+};
+template <>
+struct Word<2> {
+  using type = u16;
+};
+template <>
+struct Word<4> {
+  using type = u32;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+}  // namespace detail
+
+/// Reads *pointer in one access of sizeof(V) bytes: 1, 2, 4, 8 or 16.
+template <Cache cache, typename V>
+FLEXOPS_DEVICE V load(const V* pointer) {
+  using W = typename detail::Word<sizeof(V)>::type;
+  const W* words = reinterpret_cast<const W*>(pointer);
+#if FLEXOPS_HIP
+  return bit_cast<V>(*words);
+#else
+  if constexpr (cache == Cache::streaming) return bit_cast<V>(__ldcs(words));
+  return bit_cast<V>(*words);
+#endif
+}
+
+/// Writes *pointer in one access of sizeof(V) bytes: 1, 2, 4, 8 or 16.
+template <Cache cache, typename V>
+FLEXOPS_DEVICE void store(V* pointer, const V& value) {
+  using W = typename detail::Word<sizeof(V)>::type;
+  W* words = reinterpret_cast<W*>(pointer);
+#if FLEXOPS_HIP
+  *words = bit_cast<W>(value);
+#else
+  if constexpr (cache == Cache::streaming) {
+    __stcs(words, bit_cast<W>(value));
+  } else {
+    *words = bit_cast<W>(value);
+  }
+#endif
+}
+
+/// Whether the address is a multiple of `bytes` (a power of two).
+FLEXOPS_DEVICE bool is_aligned(const void* pointer, int bytes) {
+  return (reinterpret_cast<u64>(pointer) & static_cast<u64>(bytes - 1)) == 0;
+}
+
+}  // namespace flexops
