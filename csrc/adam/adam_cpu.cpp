@@ -1,0 +1,116 @@
+// Adam on the CPU: compiled once per ISA level (common/cpu.h).
+
+#include "adam/adam.h"
+#include "common/cpu_math.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+// 16-bit data goes through float buffers of this many elements, and the copy through one. Measured with the copy: at 1024 elements a step
+// takes 15 to 20 % longer, because by the time that the copy is made a block has half left the first-level cache.
+constexpr int64_t kBlock = 256;
+
+/// One register (Floats) or one element (float): the formula, as in torch's fused Adam.
+template <bool kAmsgrad, typename V>
+static inline void update(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq, const AdamStep& s) {
+  V p, g, m, v;
+  memcpy(&p, param, sizeof p);
+  memcpy(&g, grad, sizeof g);
+  memcpy(&m, exp_avg, sizeof m);
+  memcpy(&v, exp_avg_sq, sizeof v);
+  g = g * s.sign;
+  if (s.l2 != 0.0f) g = g + p * s.l2;
+  if (s.decay != 0.0f) p = p - p * s.decay;
+  m = m * s.beta1 + g * s.one_minus_beta1;
+  v = v * s.beta2 + (g * g) * s.one_minus_beta2;
+  V largest = v;
+  if constexpr (kAmsgrad) {
+    V before;
+    memcpy(&before, max_exp_avg_sq, sizeof before);
+    largest = v <= before ? before : v;  // NaN in v wins, as with torch.maximum
+    memcpy(max_exp_avg_sq, &largest, sizeof largest);
+  }
+  p = p - (m * s.step_size) / (square_root(largest) * s.inverse_bias2 + s.eps);
+  memcpy(exp_avg, &m, sizeof m);
+  memcpy(exp_avg_sq, &v, sizeof v);
+  memcpy(param, &p, sizeof p);
+}
+
+template <bool kAmsgrad>
+static void update_block(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq, int64_t count,
+                         const AdamStep& step) {
+  const AdamStep s = step;  // a copy that the stores below cannot alias
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    update<kAmsgrad, Floats>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, kAmsgrad ? max_exp_avg_sq + i : nullptr, s);
+  }
+  for (; i < count; ++i) {
+    update<kAmsgrad, float>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, kAmsgrad ? max_exp_avg_sq + i : nullptr, s);
+  }
+}
+
+static void widen(AdamType type, const void* from, int64_t offset, float* to, int64_t count) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
+  if (type == AdamType::bf16) {
+    bf16_to_float(bits, to, count);
+  } else {
+    f16_to_float(bits, to, count);
+  }
+}
+
+static void narrow(AdamType type, const float* from, void* to, int64_t offset, int64_t count) {
+  uint16_t* bits = static_cast<uint16_t*>(to) + offset;
+  if (type == AdamType::bf16) {
+    float_to_bf16(from, bits, count);
+  } else {
+    float_to_f16(from, bits, count);
+  }
+}
+
+static void unscale(float* grad, float scale, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) grad[i] /= scale;
+}
+
+/// The block's gradients as floats: in place, or in `buffer`. A grad_scale is taken out of the tensor, too.
+static const float* fetch_grads(const AdamTensor& t, const AdamStep& s, int64_t begin, int64_t count, float* buffer) {
+  const bool is_float = t.grad_type == AdamType::f32;
+  float* grad = is_float ? static_cast<float*>(t.grad) + begin : buffer;
+  if (!is_float) widen(t.grad_type, t.grad, begin, grad, count);
+  if (s.grad_scale != 0.0f) {
+    unscale(grad, s.grad_scale, count);
+    if (!is_float) narrow(t.grad_type, grad, t.grad, begin, count);
+  }
+  return grad;
+}
+
+/// The new parameters in their second dtype, past the caches: nobody on this CPU reads them soon, and the bytes decide.
+static void write_copy(const AdamTensor& t, const float* param, int64_t begin, int64_t count) {
+  if (t.copy_type == AdamType::f32) {
+    streaming_copy(static_cast<float*>(t.copy) + begin, param, count * 4);
+    return;
+  }
+  uint16_t bits[kBlock];
+  narrow(t.copy_type, param, bits, 0, count);
+  streaming_copy(static_cast<uint16_t*>(t.copy) + begin, bits, count * 2);
+}
+
+static void step_block(const AdamTensor& t, const AdamStep& s, int64_t begin, int64_t count) {
+  float grads[kBlock], params[kBlock];
+  const bool is_float = t.param_type == AdamType::f32;
+  const float* grad = fetch_grads(t, s, begin, count, grads);
+  float* param = is_float ? static_cast<float*>(t.param) + begin : params;
+  if (!is_float) widen(t.param_type, t.param, begin, param, count);
+  if (t.max_exp_avg_sq) {
+    update_block<true>(param, grad, t.exp_avg + begin, t.exp_avg_sq + begin, t.max_exp_avg_sq + begin, count, s);
+  } else {
+    update_block<false>(param, grad, t.exp_avg + begin, t.exp_avg_sq + begin, nullptr, count, s);
+  }
+  if (t.copy) write_copy(t, param, begin, count);
+  if (!is_float) narrow(t.param_type, param, t.param, begin, count);
+}
+
+void adam_cpu(const AdamTensor& tensor, const AdamStep& step, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; at += kBlock) step_block(tensor, step, at, end - at < kBlock ? end - at : kBlock);
+  if (tensor.copy) streaming_fence();
+}
+
+}  // namespace flexops::FLEXOPS_ISA
