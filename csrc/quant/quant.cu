@@ -1,0 +1,124 @@
+// Quantization's launchers: which of the three ways, and the grid.
+
+#include "quant/quant.cuh"
+
+#include "quant/quant.h"
+
+namespace flexops {
+namespace {
+
+using quant::Params;
+
+constexpr int64_t kFewGroups = 1024;   // fewer groups than this, and long ones: a block works on each
+constexpr int64_t kLongGroup = 8192;
+constexpr int64_t kDivisible = int64_t{1} << 32;
+constexpr int64_t kUnlimited = int64_t{1} << 30;
+
+int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
+
+bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+
+bool power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
+int log2_of(int64_t value) {
+  int out = 0;
+  while ((int64_t{1} << out) < value) ++out;
+  return out;
+}
+
+Params make_params(const void* in, void* out, const void* scales, const QuantLayout& l) {
+  Params p;
+  p.x = in, p.out = out, p.scales = const_cast<void*>(scales);
+  p.outer = l.outer, p.length = l.length, p.inner = l.inner;
+  p.outer_stride = l.outer_stride, p.length_stride = l.length_stride, p.inner_stride = l.inner_stride;
+  p.groups = l.groups, p.group_size = l.group_size, p.group_bytes = l.group_bytes;
+  p.total = p.chunks = 0;
+  p.lanes = 1, p.log_lanes = 0;
+  p.bits = l.bits, p.pair = l.symmetric ? 1 : 2;
+  p.type = static_cast<quant::Type>(l.type), p.scale_type = static_cast<quant::Type>(l.scale_type);
+  p.flat = false;
+  return p;
+}
+
+/// Groups along contiguous memory, of 1 to `most` whole 16-byte vectors, a power of two of them.
+bool plan_rows(Params& p, const QuantLayout& l, const void* elements, int64_t most) {
+  const int64_t vector = 16 / element_size(l.type), lanes = l.group_size / vector;
+  if (l.inner != 1 || l.length_stride != 1 || l.group_size % vector || !power_of_two(lanes) || lanes > most) return false;
+  if (l.length % vector || l.outer_stride % vector || !aligned(elements)) return false;
+  p.lanes = static_cast<int>(lanes);
+  p.log_lanes = log2_of(lanes);
+  p.total = l.outer * l.groups * lanes;
+  p.flat = l.length % l.group_size == 0 && (l.outer_stride == l.length || l.outer == 1);
+  return p.flat || p.total < kDivisible;
+}
+
+/// Groups across contiguous rows; `most` is how many rows a group may have.
+bool plan_columns(Params& p, const QuantLayout& l, const void* elements, int64_t most) {
+  const int64_t vector = 16 / element_size(l.type);
+  if (l.inner == 1 || l.inner_stride != 1 || l.inner % vector || l.group_size > most) return false;
+  if (l.length_stride % vector || l.outer_stride % vector || !aligned(elements)) return false;
+  p.lanes = 1;
+  while (p.lanes < quant::kColumnSlots && p.lanes * quant::kColumnRows < l.group_size) p.lanes *= 2;
+  p.log_lanes = log2_of(p.lanes);
+  p.chunks = l.inner / vector;
+  p.total = l.outer * l.groups * p.chunks;
+  return p.total < kDivisible;
+}
+
+/// A group is one lane's where neighbouring lanes have neighbouring columns; else as many lanes share one as find work.
+void plan_any(Params& p, const QuantLayout& l) {
+  p.total = l.outer * l.groups * l.inner;
+  p.lanes = 1;
+  if (l.group_size >= kLongGroup && p.total < kFewGroups) {
+    p.lanes = quant::kThreads;
+  } else if (l.inner == 1) {
+    while (p.lanes < quant::kNarrowWarp && p.lanes * 2 <= l.group_bytes) p.lanes *= 2;
+  }
+}
+
+/// One launch of the kernel for elements of 2 or 4 bytes, with `per_block` of p.total in a block. As a pointer, because each <<<>>> costs build time.
+void launch(const void* two, const void* four, const QuantLayout& l, Params& p, int64_t per_block, int threads, void* stream) {
+  const auto blocks = static_cast<unsigned>((p.total + per_block - 1) / per_block);
+  void* arguments[] = {&p};
+  cudaLaunchKernel(element_size(l.type) == 2 ? two : four, dim3(blocks), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream));
+}
+
+#define FLEXOPS_BOTH(kernel) reinterpret_cast<const void*>(&quant::kernel<2>), reinterpret_cast<const void*>(&quant::kernel<4>)
+#define FLEXOPS_ONE(kernel) reinterpret_cast<const void*>(&quant::kernel), reinterpret_cast<const void*>(&quant::kernel)
+
+const char* last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const QuantLayout& layout, void* stream) {
+  if (layout.outer * layout.groups * layout.inner == 0) return nullptr;
+  Params p = make_params(x, packed, scales, layout);
+  if (plan_rows(p, layout, x, quant::kNarrowWarp)) {
+    launch(FLEXOPS_BOTH(quantize_rows), layout, p, quant::kThreads * quant::kPairs * 2, quant::kThreads, stream);
+  } else if (plan_columns(p, layout, x, quant::kColumnRows * quant::kColumnSlots)) {
+    launch(FLEXOPS_BOTH(quantize_columns), layout, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
+  } else {
+    plan_any(p, layout);
+    launch(FLEXOPS_ONE(quantize_any), layout, p, quant::kThreads / p.lanes, quant::kThreads, stream);
+  }
+  return last_error();
+}
+
+const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out, const QuantLayout& layout, void* stream) {
+  if (layout.outer * layout.length * layout.inner == 0) return nullptr;
+  Params p = make_params(packed, out, scales, layout);
+  if (plan_rows(p, layout, out, kUnlimited)) {
+    launch(FLEXOPS_BOTH(dequantize_rows), layout, p, quant::kThreads * quant::kDequantUnroll, quant::kThreads, stream);
+  } else if (plan_columns(p, layout, out, kUnlimited)) {
+    launch(FLEXOPS_BOTH(dequantize_columns), layout, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
+  } else {
+    p.total = layout.outer * layout.length * layout.inner;
+    launch(FLEXOPS_ONE(dequantize_any), layout, p, quant::kThreads, quant::kThreads, stream);
+  }
+  return last_error();
+}
+
+}  // namespace flexops
