@@ -1,0 +1,33 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import bench, build, cache, channel, doctor, image, target
+
+app = typer.Typer(
+    name="flexops", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Fused PyTorch operators: build, check, cache, targets, benchmarks.",
+)  # fmt: skip
+app.command("build")(build.build)
+app.command("doctor")(doctor.doctor)
+app.add_typer(cache.app, name="cache")
+app.add_typer(target.app, name="target")
+app.add_typer(channel.app, name="channel")
+app.add_typer(image.app, name="image")
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flexops {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False) -> None:
+    """Fused PyTorch operators: build, check, cache, targets, benchmarks."""

@@ -1,0 +1,73 @@
+"""``flexops build``: compile operators ahead of time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import settings, targets
+from ..errors import ArchitectureError, FlexopsError
+from ..op_builder import aot, progress
+from ..op_builder.builder import Result
+from ..op_builder.spec import DeviceType
+
+
+def build(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to build; all if none is named.")] = None,
+    target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`).")] = None,
+    arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX".')] = None,
+    out: Annotated[Path | None, typer.Option(help="Also copy the libraries and their manifests here.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Compile operators ahead of time, also for a GPU that this machine has not got."""
+    if target and arch:
+        raise ArchitectureError("--target and --arch both name architectures", required="one of them", fix="leave --arch away")
+    chosen = settings.current()
+    devices: tuple[DeviceType, ...] | None = None
+    if target:
+        row = targets.load().find(target)
+        devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
+        chosen = replace(chosen, rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
+        arch = row.arch_list if row.accelerator == "cuda" else None
+    elif arch:
+        devices = ("cpu", "cuda")
+    chosen = replace(chosen, max_jobs=jobs or chosen.max_jobs)
+    with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
+        results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, out=out, progress=report)
+    if as_json:
+        typer.echo(json.dumps([_as_dict(result) for result in results], indent=1))
+    else:
+        for result in results:
+            typer.echo(_line(result))
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise typer.Exit(failed[0].exit_code)
+
+
+def _line(result: Result) -> str:
+    if result.error:
+        return f"{result.plan.name:<14} FAILED  {result.error}"
+    entry = result.require()
+    what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
+    how = "was there" if result.cached else f"{result.seconds:.1f} s"
+    return f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB  {what}\n{'':<14} {entry.library}"
+
+
+def _as_dict(result: Result) -> dict[str, object]:
+    error: FlexopsError | None = result.error
+    manifest = result.entry.manifest if result.entry else None
+    return {
+        "name": result.plan.name,
+        "device": result.plan.device,
+        "library": str(result.entry.library) if result.entry else None,
+        "architectures": list(manifest.architectures) if manifest else [],
+        "isa_levels": list(manifest.isa_levels) if manifest else [],
+        "cached": result.cached,
+        "seconds": round(result.seconds, 3),
+        "error": None if error is None else {"what": error.what, "found": error.found, "required": error.required, "fix": error.fix},
+    }

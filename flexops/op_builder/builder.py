@@ -1,0 +1,165 @@
+"""Plan in, artifact out: from the cache, or built and published. AOT, JIT and user extensions all come through here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CacheError, CompileError, FlexopsError
+from . import cache_key, compiler, objects
+from .cache import BuildCache, Entry, replace_file
+from .cache_key import Digests
+from .compiler import Progress
+from .diagnose import diagnose
+from .manifest import Manifest, needed_versions
+from .plan import BuildPlan
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one plan: an entry, or the error that says why there is none.
+
+    ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``).
+    """
+
+    plan: BuildPlan
+    entry: Entry | None = None
+    error: FlexopsError | None = None
+    seconds: float = 0.0
+    cached: bool = False
+
+    def require(self) -> Entry:
+        """The entry; raises the error if there is none."""
+        if self.entry is None:
+            raise self.error or CompileError(f"{self.plan.name} could not be built")
+        return self.entry
+
+
+def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress | None = None, debug: bool = False) -> list[Result]:
+    """The artifacts of the plans, in their order; those that are missing are built together.
+
+    Another process building the same is waited for, and its failure is taken over rather than repeated.
+
+    Raises:
+        CacheError: the cache cannot be written. Failed compiles do not raise: they are in the results.
+    """
+    started = time.time()
+    results = {plan.name: Result(plan, entry, cached=True) for plan in plans if (entry := cache.lookup(plan))}
+    missing = sorted((plan for plan in plans if plan.name not in results), key=lambda plan: plan.name)
+    if missing:
+        cache.require_writable()
+        with contextlib.ExitStack() as locks:
+            for plan in missing:  # in one order everywhere, so that two processes never wait for each other
+                locks.enter_context(cache.lock(f"{plan.name}-{cache_key.base_key(plan, cache_key.source_digests(plan))}"))
+            for plan in missing:
+                if entry := cache.lookup(plan):
+                    results[plan.name] = Result(plan, entry, cached=True)
+                elif error := _recent_failure(plan, cache, started):
+                    results[plan.name] = Result(plan, error=error)
+            todo = [plan for plan in missing if plan.name not in results]
+            if todo:
+                results |= {result.plan.name: result for result in _build(todo, cache, progress, debug)}
+    return [results[plan.name] for plan in plans]
+
+
+def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool) -> list[Result]:
+    sources = {plan.name: cache_key.source_digests(plan) for plan in plans}
+    started = time.time()
+    try:
+        with cache.workspace() as workspace:
+            keepers = [plan for plan in plans if plan.keep_objects]
+            for plan in keepers:
+                objects.restore(plan, workspace / plan.name, cache)
+            outcome = compiler.run(plans, workspace, progress=progress, debug=debug)
+            seconds = time.time() - started
+            for plan in keepers:
+                objects.keep(plan, workspace / plan.name, cache, sources[plan.name], started)
+            results = []
+            for plan in plans:
+                directory = workspace / plan.name
+                if outcome.failed(plan) or not (directory / plan.library).exists():
+                    results.append(Result(plan, error=_record_failure(plan, cache, outcome.output, sources[plan.name])))
+                    continue
+                try:
+                    results.append(Result(plan, _publish(plan, directory, cache, sources[plan.name], started, seconds), seconds=seconds))
+                except FlexopsError as error:
+                    results.append(Result(plan, error=error))
+    except OSError as error:
+        raise CacheError(
+            "the build's files cannot be written", found=f"{error.filename or cache.root}: {error.strerror}", fix="free some space, or set FLEXOPS_CACHE_DIR"
+        ) from error
+    with contextlib.suppress(CacheError):  # what was built is there; that something old cannot be removed is no reason to withhold it
+        cache.prune(keep=tuple(result.entry.directory for result in results if result.entry))
+    return results
+
+
+def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, seconds: float) -> Entry:
+    reached = cache_key.reached_headers(plan, compiler.depfiles(plan, directory))
+    headers = {plan.relocatable(path): cache_key.file_digest(path) for path in reached}
+    # A file edited while the compiler ran would file the old code under the new content's key. (A date in the future is a clock's fault, not an edit.)
+    if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in reached):
+        raise CompileError(f"the sources of {plan.name} changed while they were being compiled", fix="run it again")
+    base = cache_key.base_key(plan, sources)
+    library = directory / plan.library
+    glibc, glibcxx = needed_versions(library)
+    manifest = Manifest(
+        name=plan.name,
+        key=cache_key.full_key(base, headers),
+        base=base,
+        device=plan.device,
+        library=plan.library,
+        size=library.stat().st_size,
+        sha256=cache_key.file_digest(library),
+        torch_abi=plan.torch_abi,
+        cuda_version=plan.cuda_version,
+        architectures=plan.architectures,
+        isa_levels=plan.isa_levels,
+        glibc=glibc,
+        glibcxx=glibcxx,
+        files={**sources, **headers, **{plan.relocatable(str(path)): cache_key.file_digest(path) for path in plan.recipe}},
+        build_seconds=round(seconds, 3),
+    )
+    for item in directory.iterdir():  # objects and dependency files have served their purpose
+        if item.suffix in (".o", ".d"):
+            item.unlink()
+    return cache.publish(directory, manifest, headers)
+
+
+def _failure_file(plan: BuildPlan, cache: BuildCache, sources: Digests) -> Path:
+    return cache.root / plan.name / f"{cache_key.base_key(plan, sources)}.failure.json"
+
+
+def _record_failure(plan: BuildPlan, cache: BuildCache, output: str, sources: Digests) -> CompileError:
+    own = _own_output(plan, output)
+    found = diagnose(own)
+    log = cache.root / plan.name / "failed-build.log"
+    record = {"what": f"{plan.name} could not be built: {found.cause}", "found": found.error, "fix": found.fix, "log": str(log)}
+    with contextlib.suppress(OSError):  # on a full disk the diagnosis itself must still come through
+        log.parent.mkdir(exist_ok=True)
+        replace_file(log, own)
+        replace_file(_failure_file(plan, cache, sources), json.dumps(record))
+    return _error(record)
+
+
+def _recent_failure(plan: BuildPlan, cache: BuildCache, since: float) -> CompileError | None:
+    """The failure of a build that ended while this process waited for it."""
+    path = _failure_file(plan, cache, cache_key.source_digests(plan))
+    try:
+        return _error(json.loads(path.read_text(encoding="utf-8"))) if path.stat().st_mtime >= since else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _error(record: dict[str, str]) -> CompileError:
+    return CompileError(record["what"], found=record["found"], fix=record["fix"], log=Path(record["log"]))
+
+
+def _own_output(plan: BuildPlan, output: str) -> str:
+    """What ninja said of this plan's steps, when several plans were built together."""
+    parts = output.split("FAILED: ")
+    own = [part for part in parts[1:] if f"{plan.name}/" in part.split("\n", 1)[0]]
+    return "".join(f"FAILED: {part}" for part in own) or output

@@ -1,0 +1,69 @@
+"""The key that names an artifact: a digest of everything that decides what a build produces, and of nothing else.
+
+It has two parts, because a compiler tells which headers a source reaches only by compiling it. The *base key* covers the commands, the
+compilers, torch's ABI and the sources. Under it, the last build left the list of headers it saw; the *key* covers their contents too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import BuildPlan
+
+SCHEMA = "flexops-1"
+"""Raised when the meaning of a key or the format of an entry changes; older entries then simply miss."""
+
+SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/usr/local/include/", "/lib/")
+
+Digests = dict[str, str]
+"""Relocatable file name -> sha256 of its content."""
+
+
+def file_digest(path: str | Path) -> str:
+    """sha256 of a file's content, in hex."""
+    with open(path, "rb") as stream:
+        return hashlib.sha256(stream.read()).hexdigest()
+
+
+def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
+    """sha256 over labelled, length-prefixed fields, so that no two different lists of fields have the same text."""
+    digest = hashlib.sha256(SCHEMA.encode())
+    for label, value in fields:
+        for part in (label.encode(), value.encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:40]
+
+
+def source_digests(plan: BuildPlan) -> Digests:
+    """The digests of the plan's sources; raises ``FileNotFoundError`` naming a source that is not there."""
+    texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in plan.texts}
+    return texts | {plan.relocatable(str(source)): file_digest(source) for source in plan.sources}
+
+
+def base_key(plan: BuildPlan, sources: Digests) -> str:
+    """The part of the key that is known before anything has been compiled."""
+    commands = [(f"command {step.output}", plan.relocatable("\0".join(step.command))) for step in plan.steps]
+    return digest_fields([("name", plan.name), *plan.identity, *commands, *sorted(sources.items())])
+
+
+def full_key(base: str, headers: Digests) -> str:
+    """The artifact's name: the base key with the contents of every header that the build reached."""
+    return digest_fields([("base", base), *sorted(headers.items())])
+
+
+def reached_headers(plan: BuildPlan, depfiles: Sequence[Path]) -> list[str]:
+    """The headers in the compilers' depfiles that neither belong to the system nor are covered by the plan's identity."""
+    sources = {str(source) for source in plan.sources}
+    skip = (*SYSTEM_ROOTS, *(root.rstrip("/") + "/" for root in plan.trusted_roots))
+    found = {name for depfile in depfiles for name in parse_depfile(depfile.read_text(encoding="utf-8", errors="surrogateescape"))}
+    return sorted(name for name in found - sources if name.startswith("/") and not name.startswith(skip))
+
+
+def parse_depfile(text: str) -> list[str]:
+    """The prerequisites in a make rule as ``-MD`` writes it, with escaped blanks restored."""
+    _, _, tail = text.replace("\\\n", " ").partition(": ")
+    return [name.replace("\0", " ").replace("$$", "$") for name in tail.replace("\\ ", "\0").split()]

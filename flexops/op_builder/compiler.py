@@ -1,0 +1,132 @@
+"""Runs build plans with ninja, in a directory of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ToolchainError
+from .plan import BuildPlan, Step
+
+Progress = Callable[[int, int, str], None]
+"""Called with (steps finished, steps in all, what is being made)."""
+
+_STATUS = "@flexops %f %t "
+_STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of ninja ended: its exit status and everything that the compilers said."""
+
+    returncode: int
+    output: str
+
+    def failed(self, plan: BuildPlan) -> bool:
+        """Whether one of the plan's own steps failed: a linker that was killed leaves half a library behind."""
+        return self.returncode != 0 and re.search(rf"^FAILED: .*(?<![\w.-]){re.escape(plan.name)}/", self.output, re.MULTILINE) is not None
+
+
+def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | None = None, debug: bool = False) -> Outcome:
+    """Build every plan in ``directory/<plan name>/``, all in one ninja run so that their steps share the processors.
+
+    A plan that fails does not stop the others (``-k 0``): look at which libraries exist. Everything said is in each one's ``build.log``.
+    The process that runs ninja may be interrupted at any moment: the compilers are stopped with it.
+    """
+    for plan in plans:
+        (directory / plan.name).mkdir(parents=True, exist_ok=True)
+        for name, text in (("build.ninja", render_ninja([plan])), *plan.texts):
+            (directory / plan.name / name).write_text(text, encoding="utf-8")
+    there = frozenset(f"{plan.name}/{step.output}" for plan in plans for step in plan.steps if (directory / plan.name / step.output).exists())
+    (directory / "build.ninja").write_text(render_ninja(plans, subdirectories=True, there=there), encoding="utf-8")
+    jobs = min(plan.jobs for plan in plans)  # each is what the memory allows for that plan's largest step
+    command = [plans[0].ninja, "-C", str(directory), "-j", str(jobs), "-k", "0", *(["-v"] if debug else [])]
+    outcome = _run_ninja(command, dict(plans[0].environment), progress)
+    for plan in plans:
+        (directory / plan.name / "build.log").write_text(outcome.output, encoding="utf-8")
+    return outcome
+
+
+def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, there: frozenset[str] = frozenset()) -> str:
+    """A ninja file for the plans, each in a directory of its name if there are several, less the outputs that are ``there`` already.
+
+    A build starts in an empty directory (but for objects kept from earlier), so ninja is given no depfiles: those that the compilers
+    write serve the cache key.
+    """
+    lines = ["ninja_required_version = 1.5", "# Written by flexops. `ninja -v` in this directory repeats the build by hand."]
+    for plan in plans:
+        folder = f"{plan.name}/" if subdirectories else ""
+        enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
+        for number, step in enumerate(plan.steps):
+            if folder + step.output in there:
+                continue
+            rule = re.sub(r"\W", "_", f"{plan.name}_{number}")
+            inputs = [name if os.path.isabs(name) else folder + name for name in step.inputs]
+            lines += [
+                f"rule {rule}",
+                f"  command = {(enter + shlex.join(full_command(plan, step))).replace('$', '$$')}",
+                f"  description = {plan.name}: {step.output}",
+                f"build {_path(folder + step.output)}: {rule} {' '.join(map(_path, inputs))}",
+            ]
+    return "\n".join([*lines, ""])
+
+
+def full_command(plan: BuildPlan, step: Step) -> tuple[str, ...]:
+    """A step's argv with what does not enter the key: launcher, dependency file and parallelism."""
+    if step.kind in ("link", "hipify"):
+        return step.command
+    launcher = (plan.launcher,) if plan.launcher and step.launched else ()
+    threads = (f"--threads={plan.nvcc_threads}",) if step.kind == "device" and plan.nvcc_threads > 1 else ()
+    return (*launcher, *step.command, *step.speed, *threads, "-MD", "-MF", f"{step.output}.d")
+
+
+def depfiles(plan: BuildPlan, directory: Path) -> list[Path]:
+    """The dependency files that a finished build of the plan left in its directory."""
+    return [directory / f"{step.output}.d" for step in plan.steps if step.kind != "link"]
+
+
+def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Progress | None) -> Outcome:
+    # The launcher must not let the private directory's name into its hash; the compilers' messages must be in one language to be understood.
+    environ = {**os.environ, "CCACHE_NOHASHDIR": "1", "LC_ALL": "C", **environment, "NINJA_STATUS": _STATUS}
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
+            text=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except OSError as error:
+        raise ToolchainError("ninja cannot be started", found=f"{command[0]}: {error.strerror}", fix="pip install ninja") from error
+    said: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if match := _STATUS_LINE.match(line):
+                if progress:
+                    progress(int(match[1]), int(match[2]), match[3])
+                line = f"[{match[1]}/{match[2]}] {match[3]}\n"
+            said.append(line)
+        return Outcome(process.wait(), "".join(said))
+    finally:
+        if process.poll() is None:  # interrupted: stop the compilers too
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=3)
+            return
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _path(text: str) -> str:
+    return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

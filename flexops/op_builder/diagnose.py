@@ -1,0 +1,85 @@
+"""From what the compilers said to the first real error, its cause and its mend."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_ERROR_LINE = re.compile(
+    r"(\berror\s*:|\bfatal error\b|\berror #|undefined reference|cannot find -l|No space left on device|Disk quota|File size limit|Killed|nvcc fatal"
+    r"|died due to signal|Permission denied)",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(r"^(\[\d+/\d+\]|FAILED:|ninja:|compilation terminated|\d+ errors? detected|make\b)")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The first line that is an error, its likely cause and what to do."""
+
+    error: str
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class _Rule:
+    pattern: str
+    cause: str
+    fix: str
+
+
+_RULES: tuple[_Rule, ...] = (
+    _Rule(
+        r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large",
+        "the disk is full",
+        "free some space, or move the cache: export FLEXOPS_CACHE_DIR=<dir>; large temporary files go to TMPDIR",
+    ),
+    _Rule(
+        r"Killed.*(cc1plus|cicc|ptxas|nvcc|program)|fatal error: Killed|died due to signal 9|virtual memory exhausted|[Cc]annot allocate memory|out of memory",
+        "the compiler ran out of memory",
+        "export MAX_JOBS=1",
+    ),
+    _Rule(
+        r"unsupported GNU version|unsupported clang version",
+        "the host compiler is newer than this nvcc accepts",
+        "install an older g++ (for example `apt-get install g++-12`) or set CXX to one",
+    ),
+    _Rule(
+        r"Unsupported gpu architecture|not supported.*gpu-architecture|Value '.*' is not defined for option 'gpu-(architecture|code)'",
+        "this nvcc cannot emit an architecture that was asked for",
+        'export TORCH_CUDA_ARCH_LIST="<your GPU>", or use a newer CUDA toolkit',
+    ),
+    _Rule(
+        r"C\+\+(20|17) or later|You need C\+\+(17|20) to compile PyTorch|unrecognized command.line option.*-std=c\+\+20",
+        "the host compiler is too old for torch's headers",
+        "install g++ 11.3 or newer and set CXX to it",
+    ),
+    _Rule(
+        r"cuda_runtime(_api)?\.h: No such file|cuda_fp16\.h: No such file",
+        "the CUDA runtime headers are missing",
+        'pip install "cuda-toolkit[nvcc,cudart,cccl]" in torch\'s CUDA version',
+    ),
+    _Rule(r"Python\.h: No such file", "the Python headers are missing", "apt-get install python3-dev (or the -devel package of your Python)"),
+    _Rule(r"cannot find -lcudart_static", "the static CUDA runtime is missing", 'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version'),
+    _Rule(r"cannot find -l(\S+)", "a library to link with was not found", "add its directory to extra_ldflags with -L"),
+    _Rule(r"(\S+): No such file or directory", "a file that a source includes was not found", "add its directory to the include paths"),
+    _Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
+    _Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
+)
+
+
+def diagnose(output: str) -> Diagnosis:
+    """The first real error in a build's output. Raises nothing: output with no known error yields its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not _NOISE.match(line.strip())]
+    errors = [line for line in lines if _ERROR_LINE.search(line) and " -c " not in line]
+    # A full disk or a killed compiler explains every other message, wherever it stands; so the rules' order goes before the lines'.
+    for rule in _RULES[:2]:
+        for line in errors:
+            if re.search(rule.pattern, line):
+                return Diagnosis(line, rule.cause, rule.fix)
+    first = errors[0] if errors else lines[-1] if lines else "the compiler said nothing"
+    for rule in _RULES:
+        if re.search(rule.pattern, first):
+            return Diagnosis(first, rule.cause, rule.fix)
+    return Diagnosis(first, "the source does not compile", "mend the line named above")

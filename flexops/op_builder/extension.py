@@ -1,0 +1,267 @@
+"""``flexops.load``: what ``torch.utils.cpp_extension.load`` does, keyed by content, faster, and safe to interrupt.
+
+A source, a header that it reaches, a flag, the compiler, torch or Python changed: built again. Nothing changed: loaded from the cache, with
+no subprocess, no lock and no write. The same name may be loaded again in one process after an edit, and is the new code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from .. import toolchain
+from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
+from ..settings import Settings
+from .cache import BuildCache, Entry
+from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
+from .plan import BuildPlan
+
+if TYPE_CHECKING:
+    from ..compute_capability import Architecture
+    from .compiler import Progress
+
+
+class ExtensionBuildError(CompileError, RuntimeError):
+    """A user's extension does not compile. A ``RuntimeError`` too, because that is what torch raises here."""
+
+
+class SourceNotFoundError(FlexopsError, FileNotFoundError):
+    """A source that ``load`` was given is not there."""
+
+
+_lock = threading.Lock()
+_modules: dict[tuple[str, str], ModuleType] = {}
+_opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
+
+
+def load(
+    name: str,
+    sources: str | Path | Sequence[str | Path],
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_sycl_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str | Path] | None = None,
+    build_directory: str | Path | None = None,
+    verbose: bool = False,
+    with_cuda: bool | None = None,
+    with_sycl: bool | None = None,
+    is_python_module: bool = True,
+    is_standalone: bool = False,
+    keep_intermediates: bool = True,
+) -> ModuleType | str:
+    """Compile C++ and CUDA sources, unless that has been done before, and load the result. A drop-in for torch's function of this name.
+
+    Args:
+        name: of the extension; for a Python module it must be the one that ``PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`` is to get.
+        sources: paths of ``.cpp`` and ``.cu`` files; relative ones are relative to the working directory.
+        extra_cflags, extra_cuda_cflags, extra_ldflags: more arguments for the C++ compiler, nvcc (or hipcc) and the linker.
+        extra_sycl_cflags, with_sycl: taken for compatibility; SYCL is not supported.
+        extra_include_paths: directories for headers, whose edits are noticed too.
+        build_directory: a directory that gets a copy of the result, from which it is then loaded. The work itself is done in the cache.
+        verbose: show every command on standard error.
+        with_cuda: use CUDA's headers and libraries; by default if there is a ``.cu`` among the sources.
+        is_python_module: import the result as a Python module; otherwise it is opened as a plain library, whose operators then are in ``torch.ops``.
+        is_standalone: build an executable; needs ``is_python_module=False``.
+        keep_intermediates: keep compiled objects in the cache, so that an edit of one of several sources compiles that one only.
+
+    Returns:
+        The module; or the path of the opened library; or, if ``is_standalone``, the path of the executable.
+
+    Raises:
+        ExtensionBuildError: it does not compile; says the first real error, its cause, what to do and where the log is.
+        SourceNotFoundError: a source is not there.
+        ToolchainError: a compiler or toolkit is missing.
+    """
+    check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
+    paths = tuple(Path(os.path.abspath(source)) for source in ([sources] if isinstance(sources, (str, Path)) else sources))
+    for path in paths:
+        if not path.is_file():
+            raise SourceNotFoundError(f"extension {name}: there is no source {path}", required="paths relative to the working directory, or absolute ones")
+    if not paths:
+        raise ValueError(f"extension {name}: at least one source is required")
+    request = Request(
+        name=name,
+        sources=paths,
+        cflags=arguments(extra_cflags),
+        cuda_cflags=arguments(extra_cuda_cflags),
+        ldflags=arguments(extra_ldflags),
+        include_dirs=absolute(extra_include_paths),
+        with_cuda=any(is_cuda(str(path), toolchain.torch_build()) for path in paths) if with_cuda is None else with_cuda,
+        is_python_module=is_python_module,
+        is_standalone=is_standalone,
+        keep_objects=keep_intermediates,
+    )
+    return load_request(request, build_directory=build_directory, verbose=verbose)
+
+
+def load_request(request: Request, *, build_directory: str | Path | None = None, verbose: bool = False, precompile: bool = False) -> ModuleType | str:
+    """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's headers first, whatever that takes."""
+    chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
+    if verbose:
+        chosen = replace(chosen, log="debug")
+    entry = obtain(request, replace(chosen, pch="1") if precompile else chosen)
+    path = _installed(entry, Path(os.path.abspath(build_directory))) if build_directory else entry.library
+    if request.is_standalone:
+        return str(path)
+    with _lock:
+        if _opened.get(str(path), entry.manifest.key) != entry.manifest.key:
+            path = entry.library  # the linker gives the old library for a path that it has open
+        _opened[str(path)] = entry.manifest.key
+        if request.is_python_module:
+            return _imported(request.name, path)
+        _open(path)
+        return str(path)
+
+
+def obtain(request: Request, chosen: Settings) -> Entry:
+    """The cache entry of an extension, built if it is not there."""
+    cache = BuildCache(chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared)
+    tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
+    plan = _planned(request, tools, chosen)
+    if not cache.problem() and (entry := cache.lookup(plan)):
+        return entry
+    if not chosen.jit:
+        raise NativeUnavailableError(
+            f"extension {request.name} is not in the cache, and FLEXOPS_JIT=0 rules out compiling", found=str(cache.root), fix="unset FLEXOPS_JIT"
+        )
+    from .extension_build import build
+
+    with _shown(plan.name, chosen) as progress:
+        result = build(request, plan, tools, python_build(), cache, chosen, progress)
+        if isinstance(result.error, CompileError):
+            error = result.error
+            raise ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
+        entry = result.require()
+    if chosen.log == "debug":
+        _show_warnings(entry)
+    return entry
+
+
+def absolute(directories: Sequence[str | Path] | None) -> tuple[str, ...]:
+    """Directories as a compiler that runs elsewhere finds them."""
+    return tuple(os.path.abspath(str(path).strip()) for path in directories or ())
+
+
+def python_build() -> PythonBuild:
+    """What an extension must know of this Python."""
+    version, prefix = sys.version_info, sys.base_prefix
+    include = f"{prefix}/include/python{version[0]}.{version[1]}{getattr(sys, 'abiflags', '')}"
+    if not os.path.isfile(f"{include}/Python.h"):
+        import sysconfig  # takes a millisecond, so only where the usual place is not the place
+
+        include = sysconfig.get_path("include")
+    identity = f"{sys.implementation.cache_tag} {'.'.join(map(str, version[:3]))} {importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    return PythonBuild(identity, Path(include), _pybind_abi())
+
+
+def _pybind_abi() -> tuple[str, ...]:
+    """torches up to 2.8 name the ABI of their own bindings; an extension that names another could not take their tensors."""
+    import torch
+
+    names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+    values = [(name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names]
+    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in values if value is not None)
+
+
+def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> BuildPlan:
+    if request.with_cuda and tools.torch and tools.torch.hip:
+        from .extension_hip import plan_hip_extension
+
+        gfx = tuple((chosen.rocm_arch_list or "").replace(";", " ").replace(",", " ").split()) or toolchain.gpus.local_gfx_targets()
+        return plan_hip_extension(request, tools, python_build(), architectures=gfx)
+    architectures: tuple[Architecture, ...] = ()
+    if request.with_cuda and tools.cuda:
+        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities()).architectures
+    return plan_extension(request, tools, python_build(), architectures=architectures)
+
+
+def check_request(name: str, is_python_module: bool, is_standalone: bool, sycl: bool) -> None:
+    if is_python_module and is_standalone:
+        raise ValueError("is_python_module and is_standalone exclude each other")
+    if not name or os.sep in name or name.startswith(".") or (is_python_module and not name.isidentifier()):
+        raise ValueError(f"{name!r} cannot name an extension: it becomes part of C++ code and of file names")
+    if sycl:
+        raise ToolchainError("flexops.load does not build SYCL sources", fix="torch.utils.cpp_extension.load does")
+
+
+@contextlib.contextmanager
+def _shown(name: str, chosen: Settings) -> Iterator[Progress | None]:
+    if chosen.log == "debug":
+        yield lambda finished, total, step: print(f"[{finished}/{total}] {step}", file=sys.stderr)
+    else:
+        from .progress import shown
+
+        with shown(name, chosen.log) as progress:
+            yield progress
+
+
+def _show_warnings(entry: Entry) -> None:
+    """What the compilers said; the commands have been shown while they ran."""
+    for line in (entry.directory / "build.log").read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.startswith(("[", "ninja: ")):
+            print(line, file=sys.stderr)
+
+
+def _installed(entry: Entry, directory: Path) -> Path:
+    """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build."""
+    target = directory / entry.manifest.library
+    wanted = entry.library.stat()
+    with contextlib.suppress(OSError):
+        seen = target.stat()
+        if (seen.st_size, seen.st_mtime_ns) == (wanted.st_size, wanted.st_mtime_ns):
+            return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for item in entry.directory.iterdir():
+            if item.is_file() and item != entry.library:
+                _copy(item, directory / item.name)
+        _copy(entry.library, target)
+    except OSError as error:
+        raise CacheError("build_directory cannot be written", found=f"{directory}: {error.strerror}", fix="name another one, or none") from error
+    return target
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Replace a file whole: a library that a process has open must not change under it."""
+    import shutil
+    import tempfile
+
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        shutil.copy2(source, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _imported(name: str, path: Path) -> ModuleType:
+    """The module in a library. Python tells extension modules apart by path and name, and each build has a path of its own."""
+    known = _modules.get((name, str(path)))
+    if known is not None:
+        return known
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    _modules[name, str(path)] = module
+    return module
+
+
+def _open(path: Path) -> None:
+    import torch
+
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,63 @@
+"""The build of an op for AMD GPUs: the same sources, compiled as HIP. ``csrc/common`` hides the difference, so nothing is hipified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ArchitectureError, ToolchainError
+from ..toolchain import missing
+from ..toolchain.model import Toolchain
+from ..toolchain.resources import Resources
+from .plan import DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs
+from .spec import OpSpec
+
+
+def plan_hip_op(
+    spec: OpSpec, toolchain: Toolchain, *, csrc: Path, resources: Resources, max_jobs: int | None = None, architectures: tuple[str, ...]
+) -> BuildPlan:
+    """The build of one op's library for ``architectures`` such as ``("gfx90a",)``.
+
+    Raises:
+        ToolchainError: hipcc, a C++ compiler or torch is missing.
+        ArchitectureError: no architecture was given.
+    """
+    if error := missing(toolchain, "cuda"):
+        raise error
+    torch, host, rocm = toolchain.torch, toolchain.host, toolchain.rocm
+    if torch is None or host is None or rocm is None:
+        raise ToolchainError("the ROCm toolchain is incomplete", fix="flexops doctor")
+    if not architectures:
+        found = "no GPU here, PYTORCH_ROCM_ARCH unset"
+        raise ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
+    common = (f"-I{csrc}", "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
+    binding = csrc / spec.binding
+    command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", str(binding), "-o", "binding.o")
+    steps = [Step("host", "binding.o", (str(binding),), command, TORCH_HEADER_STEP_BYTES)]
+    offload = [f"--offload-arch={name}" for name in architectures]
+    for source in spec.cuda_sources:
+        path, output = str(csrc / source), f"{Path(source).stem}.hip.o"
+        device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *offload, "-c", path, "-o", output)
+        steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
+    library, objects = f"flexops_{spec.name}_cuda.so", [step.output for step in steps]
+    libraries = (f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", *(f"-L{path}" for path in rocm.library_dirs), "-lamdhip64")
+    link = (str(host.path), "-shared", *objects, "-o", library, *libraries)
+    steps.append(Step("link", library, tuple(objects), link))
+    recipe = Path(__file__).resolve()
+    return BuildPlan(
+        name=f"{spec.name}-cuda",
+        steps=tuple(steps),
+        library=library,
+        sources=(binding, *(csrc / source for source in spec.cuda_sources)),
+        anchors=anchors(toolchain, "cuda", (csrc, "<csrc>"), (recipe.parent, "<op_builder>")),
+        identity=(("host compiler", host.identity), ("torch", torch.abi_id), ("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures))),
+        trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),
+        jobs=choose_jobs(tuple(steps), resources, max_jobs),
+        nvcc_threads=1,
+        device="cuda",
+        torch_abi=torch.abi_id,
+        architectures=architectures,
+        launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
+        ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
+        environment=(("HIP_PLATFORM", "amd"), ("ROCM_PATH", str(rocm.root))),
+        recipe=(recipe, recipe.with_name("plan.py")),
+    )

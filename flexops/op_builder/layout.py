@@ -1,0 +1,23 @@
+"""Where the package keeps its own sources and its ahead-of-time libraries: computed here and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def csrc_root() -> Path:
+    """The C++/CUDA sources: inside an installed package, or beside it in a checkout."""
+    installed = _PACKAGE / "_csrc"
+    return installed if installed.is_dir() else _PACKAGE.parent / "csrc"
+
+
+def anchors() -> dict[str, Path]:
+    """The names under which manifests record files of this package, and where those are."""
+    return {"<csrc>": csrc_root(), "<op_builder>": _PACKAGE / "op_builder"}
+
+
+def aot_root() -> Path:
+    """The libraries that an install compiled in: ``<root>/<op>-<device>/{manifest.json, lib.so}``; it need not exist."""
+    return _PACKAGE / "_aot"

@@ -1,0 +1,242 @@
+"""The only policy in the code base: where an op's native library comes from, and what happens when there is none.
+
+    already loaded -> ahead-of-time library in the package -> cache -> JIT build -> reference
+
+Every refusal on the way is kept as a reason; ``status()`` returns them. What builds is imported only when something is built, because a warm
+start should cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from .. import settings, toolchain
+from ..errors import FlexopsError, NativeUnavailableError
+from . import cache_key, catalog, layout
+from .cache import BuildCache, Entry, read_entry
+from .manifest import Host, Refusal, has_machine_code, judge, verify
+from .spec import DeviceType, OpSpec
+
+if TYPE_CHECKING:
+    from ..compute_capability import Architecture
+    from .plan import BuildPlan
+
+Backend = Literal["aot", "jit", "reference", "unasked"]
+
+
+class FallbackWarning(UserWarning):
+    """An op runs as plain PyTorch because no native library could be had; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class OpStatus:
+    """Where one op family stands on one device type.
+
+    Attributes:
+        op: name in the catalogue.
+        device: ``cpu`` or ``cuda``.
+        backend: ``aot`` (compiled at install), ``jit`` (compiled at first use, or found in the cache), ``reference`` (plain PyTorch), or
+            ``unasked`` while no call has needed it.
+        reason: why it is not native, or how the library came to be.
+        fix: what would make it native.
+        path: the library that is loaded.
+    """
+
+    op: str
+    device: str
+    backend: Backend
+    reason: str = ""
+    fix: str = ""
+    path: Path | None = None
+
+
+_lock = threading.RLock()
+_statuses: dict[tuple[str, str], OpStatus] = {}
+
+
+def ensure(op: str, device: str) -> bool:
+    """Load the native kernels of ``op`` for a device type if they can be had; True if they are loaded.
+
+    The work is done at the first call for an op and device type; the answer is kept for the life of the process.
+
+    Raises:
+        NativeUnavailableError: there are none, and ``FLEXOPS_FALLBACK=forbid``.
+    """
+    status = _statuses.get((op, device))
+    if status is None:
+        with _lock:
+            status = _statuses.get((op, device))
+            if status is None:
+                status = _statuses[op, device] = _resolve(catalog.find(op), device)
+                _announce(status)
+    if status.backend == "reference" and settings.current().fallback == "forbid":
+        raise NativeUnavailableError(
+            f"flexops has no native {op} kernels for {device}, and FLEXOPS_FALLBACK=forbid", found=status.reason,
+            fix=status.fix or "export FLEXOPS_FALLBACK=warn",
+        )
+    return status.backend != "reference"
+
+
+def status() -> tuple[OpStatus, ...]:
+    """Where every op stands on every device type, in catalogue order."""
+    pairs = [(spec.name, device) for spec in catalog.CATALOG for device in spec.devices]
+    extra = [pair for pair in _statuses if pair not in pairs]
+    unasked = "no call has needed it yet"
+    return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra])
+
+
+def open_cache(chosen: settings.Settings) -> BuildCache:
+    """The build cache that the settings name; touches nothing."""
+    return BuildCache(chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared)
+
+
+def _announce(status: OpStatus) -> None:
+    if status.backend == "reference" and settings.current().fallback == "warn":
+        fix = f"\n  fix: {status.fix}" if status.fix else ""
+        message = f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n  silence: FLEXOPS_FALLBACK=allow"
+        warnings.warn(message, FallbackWarning, stacklevel=5)
+
+
+def _resolve(spec: OpSpec, device: str) -> OpStatus:
+    if device not in spec.devices:
+        return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for device type {device!r}")
+    refusals: list[Refusal] = []
+    try:
+        for entry, backend, reason in _sources(spec, device, refusals):
+            if refusal := _open(entry):
+                refusals.append(refusal)
+                continue
+            return OpStatus(spec.name, device, backend, reason, path=entry.library)
+    except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
+        refusals.append(Refusal(str(error), "flexops doctor"))
+    fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "")
+    return OpStatus(spec.name, device, "reference", "; ".join(refusal.reason for refusal in refusals), fix)
+
+
+def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Iterator[tuple[Entry, Backend, str]]:
+    """Libraries to try, best first; what is ruled out on the way goes to ``refusals``."""
+    chosen = settings.current()
+    torch = toolchain.torch_build()
+    if torch is None:
+        refusals.append(Refusal("torch was not found", "pip install torch"))
+        return
+    host = Host(torch, toolchain.local_capabilities() if device == "cuda" else ())
+    entry, refusal = _ahead_of_time(spec, device, host)
+    if entry:
+        yield entry, "aot", "compiled at install"
+    refusals.append(refusal or Refusal("no ahead-of-time library"))
+    cache = open_cache(chosen)
+    fitting: list[Entry] = []
+    if problem := cache.problem():
+        refusals.append(Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>"))
+    else:
+        fitting = _fitting(spec, device, host, cache, refusals)
+    native = [entry for entry in fitting if has_machine_code(entry.manifest, host)]
+    for entry in _intact(native, refusals):
+        yield entry, "jit", "found in the cache"
+    if chosen.jit:
+        yield from _compiled(spec, device, chosen, cache, refusals)
+    else:
+        refusals.append(Refusal("nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling", f"flexops build {spec.name}"))
+    for entry in _intact([entry for entry in fitting if entry not in native], refusals):  # what the driver has to compile first comes last
+        yield entry, "jit", "found in the cache, as PTX"
+
+
+def _intact(entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
+    for entry in entries:
+        if refusal := verify(entry.directory, entry.manifest):
+            refusals.append(refusal)
+        else:
+            yield entry
+
+
+def _ahead_of_time(spec: OpSpec, device: DeviceType, host: Host) -> tuple[Entry | None, Refusal | None]:
+    entry, damage = read_entry(layout.aot_root() / f"{spec.name}-{device}")
+    if entry is None:
+        return None, damage
+    if refusal := judge(entry.manifest, host) or _stale(entry):
+        return None, Refusal(f"ahead-of-time library: {refusal.reason}", refusal.fix)
+    return entry, None
+
+
+def _fitting(spec: OpSpec, device: DeviceType, host: Host, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
+    """Cache entries made from these very sources that can run here, told by their manifests alone.
+
+    This is not a look-up by key: that would need the compilers, which a machine that only runs need not have, and which take longer to find than
+    all the rest. So an entry for more architectures than this GPU's, or from another machine's compiler, serves as well.
+    """
+    judged = [(entry, judge(entry.manifest, host) or _stale(entry)) for entry in cache.candidates(f"{spec.name}-{device}")]
+    fitting = [entry for entry, refusal in judged if refusal is None]
+    if judged and not fitting and (newest := judged[0][1]):
+        refusals.append(Refusal(f"cached library: {newest.reason}", newest.fix))
+    return fitting
+
+
+def _compiled(
+    spec: OpSpec, device: DeviceType, chosen: settings.Settings, cache: BuildCache, refusals: list[Refusal]
+) -> Iterator[tuple[Entry, Backend, str]]:
+    from . import builder, progress
+
+    try:
+        plan = local_plan(spec, device, chosen)
+        with progress.shown(plan.name, chosen.log) as report:
+            result = builder.obtain([plan], cache, progress=report, debug=chosen.log == "debug")[0]
+            entry = result.require()
+    except FlexopsError as error:
+        refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
+        return
+    yield entry, "jit", "found in the cache" if result.cached else f"compiled in {result.seconds:.1f} s"
+
+
+def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:
+    """The plan for this machine: its toolchain, its GPUs (or the architectures asked for), its processors and memory.
+
+    Raises:
+        ToolchainError, ArchitectureError: something that the build needs is missing or does not match.
+    """
+    from .plan import plan_op
+
+    tools = toolchain.discover(chosen, device=device)
+    resources = toolchain.resources.detect()
+    if device == "cuda" and tools.torch and tools.torch.hip:
+        from .hip import plan_hip_op
+
+        gfx = tuple(re.split(r"[;,\s]+", chosen.rocm_arch_list)) if chosen.rocm_arch_list else toolchain.gpus.local_gfx_targets()
+        return plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
+    architectures: tuple[Architecture, ...] = ()
+    if device == "cuda" and tools.cuda:
+        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities()).architectures
+    return plan_op(
+        spec, device, tools, csrc=layout.csrc_root(), architectures=architectures, resources=resources,
+        max_jobs=chosen.max_jobs, nvcc_threads=chosen.nvcc_threads,
+    )  # fmt: skip
+
+
+def _stale(entry: Entry) -> Refusal | None:
+    """Whether the sources have changed since the library was made from them (in a checkout that is being worked on)."""
+    places = layout.anchors()
+    for name, digest in entry.manifest.files.items():
+        anchor, separator, rest = name.partition(">")
+        try:
+            current = cache_key.file_digest(f"{places[anchor + separator]}{rest}" if anchor + separator in places else name)
+        except OSError:
+            current = ""
+        if current != digest:
+            return Refusal(f"{rest.lstrip('/') or name} has changed since it was built", "flexops build")
+    return None
+
+
+def _open(entry: Entry) -> Refusal | None:
+    import torch
+
+    try:
+        torch.ops.load_library(str(entry.library))  # type: ignore[no-untyped-call, unused-ignore]
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
+        return Refusal(f"{entry.library} cannot be opened: {error}", "flexops doctor")
+    return None

@@ -1,0 +1,56 @@
+"""Advisory locks that die with their holder.
+
+``flock`` and nothing else: a lock *file* would outlive a killed process and hang the next build for ever. Where the file system refuses
+locks (some NFS mounts), a build goes on without one: locks only save duplicate work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Wait for the lock and hold it."""
+    try:
+        descriptor: int | None = _open(path)
+    except OSError:
+        descriptor = None
+    try:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            _release(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds the lock; True also where that cannot be told."""
+    try:
+        descriptor = _open(path)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        _release(descriptor)
+    return False
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _release(descriptor: int) -> None:
+    # Unlocked, not only closed: a child forked meanwhile shares the descriptor and would go on holding the lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

@@ -1,0 +1,208 @@
+"""What is written beside every library, and the judgement whether that library can run here, made before it is opened."""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..compute_capability import ComputeCapability, parse_arch_list, runs_on
+from ..toolchain.model import TorchBuild, Version
+from .cache_key import SCHEMA, Digests, file_digest
+
+FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The record of one artifact.
+
+    Attributes:
+        name: ``<op>-<device>``, or the name of a user's extension.
+        key, base: see ``cache_key``.
+        device: torch's device type.
+        library, size, sha256: the file this manifest speaks of.
+        torch_abi: ``TorchBuild.abi_id`` of the torch it was built against.
+        cuda_version: of the toolkit, "" for a CPU library.
+        architectures: what is compiled in, such as ``("9.0", "12.0+PTX")``.
+        isa_levels: the CPU kernels compiled in.
+        glibc, glibcxx: the newest symbol versions that the library needs, "" for none.
+        files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
+        build_seconds: how long the build took.
+        flexops: the version of flexops that planned the build.
+    """
+
+    name: str
+    key: str
+    base: str
+    device: str
+    library: str
+    size: int
+    sha256: str
+    torch_abi: str
+    cuda_version: str = ""
+    architectures: tuple[str, ...] = ()
+    isa_levels: tuple[str, ...] = ()
+    glibc: str = ""
+    glibcxx: str = ""
+    files: Digests = field(default_factory=dict)
+    build_seconds: float = 0.0
+    flexops: str = __version__
+    schema: str = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises ``ValueError`` if the text is no manifest of this schema."""
+        data: Any = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise ValueError(f"not a manifest of schema {SCHEMA}")
+        known = {item.name for item in fields(cls)}
+        if missing := {"name", "key", "base", "library", "size", "sha256", "torch_abi", "device"} - data.keys():
+            raise ValueError(f"manifest lacks {', '.join(sorted(missing))}")
+        for name in known & data.keys():
+            _check(name, data[name])
+        for name in ("architectures", "isa_levels"):
+            data[name] = tuple(data.get(name, ()))
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def _check(name: str, value: Any) -> None:
+    """Raises ``ValueError`` for a value that the field cannot have. Names become paths, so they must be plain."""
+    if name in ("architectures", "isa_levels"):
+        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    elif name == "files":
+        good = isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    elif name in ("size", "build_seconds"):
+        good = isinstance(value, (int, float))
+    elif name in ("cuda_version", "glibc", "glibcxx"):
+        good = value == "" or (isinstance(value, str) and all(part.isdigit() for part in value.split(".")))
+    else:
+        good = isinstance(value, str) and (name not in ("name", "key", "base", "library") or _is_plain(value))
+    if not good:
+        raise ValueError(f"manifest field {name} is {value!r}")
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and "/" not in name and not name.startswith(".")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a library or a way to get one is not taken, and what would change that."""
+
+    reason: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The facts about this process's machine that a library is judged against.
+
+    Attributes:
+        torch: the torch that would open the library.
+        capabilities: of the GPUs here; empty means none are known and architectures are not judged.
+    """
+
+    torch: TorchBuild
+    capabilities: tuple[ComputeCapability, ...] = ()
+
+
+def judge(manifest: Manifest, host: Host) -> Refusal | None:
+    """None if the library can be opened and will run here; otherwise why not. Opens nothing."""
+    torch = host.torch
+    if manifest.torch_abi != torch.abi_id:
+        return Refusal(f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch {torch.version})", "flexops build")
+    # A torch without CUDA opens such a library too (there is nothing to call it with): building for another machine and checking what was built need it.
+    if manifest.cuda_version and torch.cuda and Version.parse(manifest.cuda_version).major != Version.parse(torch.cuda).major:
+        return Refusal(f"built with CUDA {manifest.cuda_version}, torch is built for CUDA {torch.cuda}", "flexops build")
+    if refusal := _judge_architectures(manifest.architectures, host.capabilities):
+        return refusal
+    return _judge_symbols(manifest)
+
+
+def _judge_architectures(compiled: Sequence[str], capabilities: Sequence[ComputeCapability]) -> Refusal | None:
+    for capability in capabilities if compiled else ():
+        if not runs_on(compiled, capability):
+            return Refusal(
+                f"compiled for {', '.join(compiled)}, the GPU is {capability}",
+                f'TORCH_CUDA_ARCH_LIST="{capability}" flexops build',
+            )
+    return None
+
+
+def has_machine_code(manifest: Manifest, host: Host) -> bool:
+    """Whether every GPU here runs the library as it is, without its driver compiling PTX first."""
+    compiled = [one._replace(ptx=False) for text in manifest.architectures for one in parse_arch_list(text) if one.sass]
+    return not manifest.architectures or all(runs_on(compiled, capability) for capability in host.capabilities)
+
+
+def _judge_symbols(manifest: Manifest) -> Refusal | None:
+    """Where this process's own libraries cannot be looked at, opening the library will tell."""
+    fix = "build on this system: flexops build"
+    glibc = _glibc() if manifest.glibc else ""
+    if glibc and Version.parse(manifest.glibc) > Version.parse(glibc):
+        return Refusal(f"needs glibc {manifest.glibc}, this system has {glibc}", fix)
+    libstdcxx = _libstdcxx() if manifest.glibcxx else ""
+    if libstdcxx and not _defines(libstdcxx, f"GLIBCXX_{manifest.glibcxx}"):
+        return Refusal(f"needs GLIBCXX_{manifest.glibcxx}, which {libstdcxx} lacks", fix)
+    return None
+
+
+def verify(directory: Path, manifest: Manifest) -> Refusal | None:
+    """None if the library is the very one that the manifest speaks of."""
+    library = directory / manifest.library
+    try:
+        if os.path.getsize(library) != manifest.size or file_digest(library) != manifest.sha256:
+            return Refusal(f"{library} is not the file that its manifest describes (truncated, or swapped)", "flexops cache clear")
+    except OSError as error:
+        return Refusal(f"{library} cannot be read: {error.strerror}", "flexops cache clear")
+    return None
+
+
+def needed_versions(library: Path) -> tuple[str, str]:
+    """The newest GLIBC and GLIBCXX symbol versions that an ELF library names."""
+    content = library.read_bytes()
+    return _newest(rb"GLIBC_(\d+(?:\.\d+)+)\0", content), _newest(rb"GLIBCXX_(\d+(?:\.\d+)+)\0", content)
+
+
+def _newest(pattern: bytes, content: bytes) -> str:
+    versions = [Version.parse(match.decode()) for match in set(re.findall(pattern, content))]
+    return str(max(versions)) if versions else ""
+
+
+@functools.cache
+def _glibc() -> str:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2]
+    except (ValueError, OSError):
+        return ""
+
+
+@functools.cache
+def _libstdcxx() -> str:
+    """Path of the libstdc++ that this process has loaded (torch loads it); "" when that cannot be told."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            return next((line.split(maxsplit=5)[5].strip() for line in maps if "libstdc++.so" in line), "")
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _defines(library: str, version: str) -> bool:
+    """Whether a library has that symbol version; True if it cannot be read."""
+    try:
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # mapped: the names are near its start
+            return content.find(version.encode() + b"\0") >= 0
+    except (OSError, ValueError):
+        return True

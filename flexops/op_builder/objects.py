@@ -1,0 +1,87 @@
+"""Compiled objects kept in the cache, so that after an edit only what the edit reaches is compiled again.
+
+An object is an entry like any other: the artifact of a plan of one step, under the key of that plan. A compiler launcher such as ccache does
+the same where there is one; it cannot with precompiled headers, and many machines have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ..errors import CacheError
+from . import cache_key
+from .cache import BuildCache, places_today
+from .cache_key import Digests
+from .manifest import Manifest
+from .plan import BuildPlan, Step
+
+NAME = "kept-objects"
+"""Name of the cache directory that holds them."""
+
+
+def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
+    """Put the plan's objects that are in the cache into its build directory, each with a dependency file that names today's headers."""
+    for step in _compiles(plan):
+        single = _single(plan, step)
+        entry = cache.lookup(single)
+        if entry is None:
+            continue
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            headers = places_today(plan, entry.manifest.files.keys() - cache_key.source_digests(single).keys())
+            (directory / f"{step.output}.d").write_text(f"{step.output}: {' '.join(map(_escape, headers))}\n", encoding="utf-8")
+            os.link(entry.library, directory / step.output)
+
+
+def keep(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float) -> None:
+    """Store the objects that a build left in its directory. A convenience: what cannot be stored is not."""
+    for step in _compiles(plan):
+        built = directory / step.output
+        single = _single(plan, step)
+        with contextlib.suppress(OSError, CacheError):
+            mine = cache_key.source_digests(single)
+            reached = cache_key.reached_headers(single, [directory / f"{step.output}.d"])
+            edited = any(sources.get(name) != digest for name, digest in mine.items()) or any(os.stat(path).st_mtime >= started for path in reached)
+            if edited or built.stat().st_nlink > 1:  # more than one link: it came from the cache
+                continue
+            _store(single, step, built, cache, mine, {plan.relocatable(path): cache_key.file_digest(path) for path in reached})
+
+
+def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:
+    folder = built.parent.parent / f".{built.parent.name}-{step.output}"
+    folder.mkdir()
+    os.link(built, folder / step.output)
+    base = cache_key.base_key(single, sources)
+    manifest = Manifest(
+        name=NAME,
+        key=cache_key.full_key(base, headers),
+        base=base,
+        device=single.device,
+        library=step.output,
+        size=built.stat().st_size,
+        sha256=cache_key.file_digest(built),
+        torch_abi=single.torch_abi,
+        files={**sources, **headers},
+    )
+    cache.publish(folder, manifest, headers)
+
+
+def _compiles(plan: BuildPlan) -> list[Step]:
+    return [step for step in plan.steps if step.kind in ("host", "device")]
+
+
+def _single(plan: BuildPlan, step: Step) -> BuildPlan:
+    """The plan of that step alone: the same object in two extensions is one entry."""
+    return plan._replace(
+        name=NAME,
+        steps=(step,),
+        library=step.output,
+        sources=tuple(source for source in plan.sources if str(source) in step.inputs),
+        texts=tuple((name, text) for name, text in plan.texts if name in step.inputs),
+    )
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "\\ ")

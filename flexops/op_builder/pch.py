@@ -1,0 +1,137 @@
+"""torch's headers, precompiled once for each compiler, torch and set of flags, and shared by everything that ``flexops.load`` builds.
+
+Nine tenths of compiling a small extension is ``torch/extension.h``. g++ reads a precompiled one in place of parsing it, provided that it was
+made with the same flags, by the same compiler, and is included first. Making it takes as long as two kernels do, so it is made beside the
+first one, at the lowest priority, by a process that may go on when the first kernel is done.
+
+    <cache>/pch-torch/<key>/{torch_extension.h, torch_extension.h.gch, manifest.json}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..toolchain.model import HostCompiler, TorchBuild
+from . import pch_worker
+from .cache import OWNER_LOCK, BuildCache, read_manifest
+from .cache_key import digest_fields
+from .manifest import FILE_NAME, Manifest
+
+HEADER = "torch/extension.h"
+NAME = "pch-torch"
+PEAK_BYTES = 3 * 2**30
+"""Upper bound on the memory that making one takes: 2.5 GB were measured with torch 2.13."""
+
+_FILE = "torch_extension.h"
+_SIZE = 2**30  # 790 MB were measured with torch 2.13
+_SPARE_DISK = 2 * 2**30
+_RETRY_SECONDS = 86400.0
+# Directories whose presence on the user's own include path could put other headers under torch's names.
+_TORCH_PARTS = ("torch", "ATen", "c10", "caffe2", "pybind11", "Python.h")
+
+_background: list[subprocess.Popen[bytes]] = []  # kept, so that no ResourceWarning says that one is still running
+
+
+@dataclass(frozen=True)
+class PrecompiledHeader:
+    """A precompiled ``torch/extension.h`` that is, or could be, in a cache."""
+
+    directory: Path
+    command: tuple[str, ...]
+    torch_abi: str
+
+    @property
+    def header(self) -> Path:
+        """What to ``-include``; g++ takes the ``.gch`` beside it, or reads this if it cannot."""
+        return self.directory / _FILE
+
+    @property
+    def key(self) -> str:
+        return self.directory.name
+
+    def is_there(self) -> bool:
+        """Whether it can be used now. Not verified by digest: g++ itself checks that it was made by this compiler, with these flags."""
+        entry = read_manifest(self.directory)
+        try:
+            return entry is not None and entry.library.stat().st_size == entry.manifest.size
+        except OSError:
+            return False
+
+
+def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str) -> PrecompiledHeader | None:
+    """The precompiled header for those flags; None if this compiler's are not supported, the flags include something first, or torch has no headers.
+
+    Args:
+        root: the cache's.
+        flags: of the compile, less what differs between extensions and cannot matter to torch's headers.
+    """
+    if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
+        return None
+    command = (str(host.path), *flags, "-x", "c++-header", _FILE, "-o", f"{_FILE}.gch")
+    try:
+        stamps = [str(os.stat(path).st_mtime_ns) for path in (torch.root / "version.py", torch.include_dirs[0] / HEADER)]
+    except OSError:
+        return None
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
+    facts = [("compiler", host.identity), ("torch", torch_abi), ("torch files", " ".join(stamps)), ("libc", libc or ""), ("command", "\0".join(command))]
+    return PrecompiledHeader(root / NAME / digest_fields(facts), command, torch_abi)
+
+
+def shadowed(include_dirs: tuple[str, ...]) -> bool:
+    """Whether a directory on the user's include path holds other headers of torch, pybind11 or Python."""
+    return any(os.path.exists(os.path.join(directory, part)) for directory in include_dirs for part in _TORCH_PARTS)
+
+
+def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool) -> None:
+    """Make it: now, or in the background. Does nothing where there is no room for it or a recent attempt failed."""
+    if not _sensible(pch, cache):
+        return
+    command = [sys.executable, "-I", pch_worker.__file__, json.dumps(_order(pch, cache, wait))]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if wait:
+        subprocess.run(command, check=False, **quiet)  # type: ignore[call-overload]
+    else:
+        _background[:] = [process for process in _background if process.poll() is None]
+        _background.append(subprocess.Popen(command, cwd="/", start_new_session=True, **quiet))  # type: ignore[call-overload]
+
+
+def drop(pch: PrecompiledHeader, cache: BuildCache) -> None:
+    """Remove one that the compiler could not use."""
+    cache.remove(pch.directory)
+
+
+def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool) -> dict[str, object]:
+    manifest = Manifest(name=NAME, key=pch.key, base=pch.key, device="cpu", library=f"{_FILE}.gch", size=0, sha256="", torch_abi=pch.torch_abi)
+    return {
+        "command": pch.command,
+        "header": _FILE,
+        "text": f"#include <{HEADER}>\n",
+        "final": str(pch.directory),
+        "lock": str(cache.root / ".locks" / f"{NAME}-{pch.key}.lock"),
+        "workspaces": str(cache.root / ".tmp"),
+        "owner_lock": OWNER_LOCK,
+        "manifest": asdict(manifest),
+        "manifest_file": FILE_NAME,
+        "wait": wait,
+    }
+
+
+def _sensible(pch: PrecompiledHeader, cache: BuildCache) -> bool:
+    try:
+        if time.time() - pch.directory.with_suffix(".failed").stat().st_mtime < _RETRY_SECONDS:
+            return False
+    except OSError:
+        pass  # it has never failed
+    total = 0
+    for entry in cache.candidates(NAME):  # the most recently used first; those of other flags make room when they are many
+        total += entry.size
+        if total + _SIZE > cache.max_bytes // 2:
+            cache.remove(entry.directory)
+    return cache.max_bytes // 2 >= _SIZE and shutil.disk_usage(cache.root).free > _SIZE + _SPARE_DISK

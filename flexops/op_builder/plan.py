@@ -1,0 +1,256 @@
+"""A build is a value: ``OpSpec + Toolchain + architectures -> BuildPlan``, by pure functions.
+
+Commands are written with absolute paths. For the cache key those paths are replaced by the names of their anchors (``<csrc>``, ``<torch>``,
+``<cuda>`` ...), so that a reinstalled toolkit or a moved checkout of the same content has the same key.
+
+NamedTuples, for the reason that ``toolchain/model.py`` gives; ``value._replace(...)`` makes a changed copy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ..errors import ToolchainError
+
+if TYPE_CHECKING:
+    from ..compute_capability import Architecture
+    from ..toolchain.model import Toolchain, TorchBuild
+    from ..toolchain.resources import Resources
+    from .spec import DeviceType, OpSpec
+
+MIB = 2**20
+# Bounds on the peak memory of one compiler and its children, three times and more what g++ 12 and nvcc 13 took for the first ops (the stable ABI
+# 130 MiB, a CPU kernel 150, a classic binding 560, nvcc 190 and 20 for each further thread), because other compilers and kernels take more.
+HOST_STEP_BYTES = 900 * MIB
+DEVICE_STEP_BYTES = 700 * MIB
+DEVICE_THREAD_BYTES = 200 * MIB
+TORCH_HEADER_STEP_BYTES = 3072 * MIB
+
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+}
+# The encoding of torch 2.11 that torch/csrc/stable/macros.h expects: major in the highest byte, minor in the next.
+STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+_RECIPE = Path(__file__).resolve()
+
+
+class Step(NamedTuple):
+    """One command of a build.
+
+    Attributes:
+        kind: ``host`` and ``device`` compile, ``link`` links, ``hipify`` translates sources and writes its own dependency file.
+        output: the file it makes, relative to the build directory.
+        inputs: what it reads: sources as absolute paths, earlier outputs as relative ones.
+        command: argv without launcher, dependency flags and parallelism, so that none of these changes the key.
+        memory_bytes: an upper bound on its resident memory.
+        speed: further flags that make it faster and leave the result as it is; not part of the key.
+        launched: whether the launcher (ccache) runs it.
+    """
+
+    kind: Literal["host", "device", "link", "hipify"]
+    output: str
+    inputs: tuple[str, ...]
+    command: tuple[str, ...]
+    memory_bytes: int = HOST_STEP_BYTES
+    speed: tuple[str, ...] = ()
+    launched: bool = True
+
+
+class BuildPlan(NamedTuple):
+    """Everything needed to build one library, and to name the result.
+
+    Attributes:
+        name: the cache directory's name, such as ``adam-cuda``.
+        steps: in dependency order; the last one makes ``library``.
+        library: file name of the result.
+        sources: the files compiled, absolute.
+        anchors: (path, name) pairs that make commands relocatable; longest path first.
+        identity: labelled facts that decide whether two builds are the same: compilers, torch ABI, architectures.
+        trusted_roots: directories whose headers are covered by ``identity`` and are not hashed.
+        jobs: compile processes at once.
+        nvcc_threads: threads within each nvcc.
+        device, torch_abi, cuda_version, architectures, isa_levels: what the manifest records and the loader judges.
+        texts: (file name, content) of sources that are no files yet: they are written into the build directory, where steps read them.
+        keep_objects: keep each compiled object in the cache too, so that after an edit only what it reaches is compiled again.
+        recipe: the files that decided on the commands; recorded, so that the loader notices a change without planning anew.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    library: str
+    sources: tuple[Path, ...]
+    anchors: tuple[tuple[str, str], ...]
+    identity: tuple[tuple[str, str], ...]
+    trusted_roots: tuple[str, ...]
+    jobs: int
+    nvcc_threads: int
+    device: DeviceType
+    torch_abi: str
+    cuda_version: str = ""
+    architectures: tuple[str, ...] = ()
+    isa_levels: tuple[str, ...] = ()
+    launcher: str = ""
+    ninja: str = "ninja"
+    environment: tuple[tuple[str, str], ...] = ()
+    texts: tuple[tuple[str, str], ...] = ()
+    keep_objects: bool = False
+    recipe: tuple[Path, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """The plan's own estimate of a build's peak memory: its ``jobs`` largest steps at once."""
+        largest = sorted((step.memory_bytes for step in self.steps), reverse=True)
+        return sum(largest[: self.jobs])
+
+    def relocatable(self, text: str) -> str:
+        """``text`` with every anchor's path replaced by its name."""
+        for path, name in self.anchors:
+            text = text.replace(path, name)
+        return text
+
+
+def plan_op(
+    spec: OpSpec,
+    device: DeviceType,
+    toolchain: Toolchain,
+    *,
+    csrc: Path,
+    architectures: tuple[Architecture, ...] = (),
+    resources: Resources,
+    max_jobs: int | None = None,
+    nvcc_threads: int | None = None,
+) -> BuildPlan:
+    """The build of one op's library for one device type.
+
+    Raises:
+        ToolchainError: a part of the toolchain that this build needs is missing.
+    """
+    torch, steps = _require(toolchain, device), _compile_steps(spec, device, toolchain, csrc, architectures)
+    library = f"flexops_{spec.name}_{device}.so"
+    steps.append(_link_step(device, toolchain, [step.output for step in steps], library))
+    threads = nvcc_threads or spare_threads(tuple(steps), resources, len(architectures))
+    steps = [step._replace(memory_bytes=step.memory_bytes + (threads - 1) * DEVICE_THREAD_BYTES) if step.kind == "device" else step for step in steps]
+    jobs = choose_jobs(tuple(steps), resources, max_jobs)
+    host, cuda = toolchain.host, toolchain.cuda if device == "cuda" else None
+    identity = [("host compiler", host.identity if host else ""), ("torch", torch.abi_id)]
+    roots = [str(torch.root)]
+    if cuda:
+        identity += [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(map(str, architectures)))]
+        roots.append(str(cuda.root))
+    return BuildPlan(
+        name=f"{spec.name}-{device}",
+        steps=tuple(steps),
+        library=library,
+        sources=tuple(csrc / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
+        anchors=anchors(toolchain, device, (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>")),
+        identity=tuple(identity),
+        trusted_roots=tuple(roots),
+        jobs=jobs,
+        nvcc_threads=threads,
+        device=device,
+        torch_abi=torch.abi_id,
+        cuda_version=cuda.version.major_minor if cuda else "",
+        architectures=tuple(map(str, architectures)) if cuda else (),
+        isa_levels=spec.isa_levels if device == "cpu" else (),
+        launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
+        ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
+        recipe=(_RECIPE,),
+    )
+
+
+def choose_jobs(steps: tuple[Step, ...], resources: Resources, max_jobs: int | None) -> int:
+    """How many compilers may run at once: bounded by processors, memory and the user."""
+    compiles = [step for step in steps if step.kind != "link"]
+    by_memory = resources.memory_bytes // max((step.memory_bytes for step in compiles), default=1)
+    return max(1, min(resources.cpus, by_memory, max_jobs or resources.cpus))
+
+
+def spare_threads(steps: tuple[Step, ...], resources: Resources, architectures: int) -> int:
+    """Threads for each nvcc: the processors that the device compiles leave over, of use only with several architectures."""
+    device_steps = sum(step.kind == "device" for step in steps)
+    return max(1, min(architectures, resources.cpus // max(1, device_steps)))
+
+
+def anchors(toolchain: Toolchain, device: DeviceType, *own: tuple[Path, str]) -> tuple[tuple[str, str], ...]:
+    """(path, name) pairs for everything of the toolchain that a command mentions by path, longest path first."""
+    pairs = [(str(path), name) for path, name in own]
+    if toolchain.torch:
+        pairs.append((str(toolchain.torch.root), "<torch>"))
+    if toolchain.host:
+        pairs.append((str(toolchain.host.path), "<c++>"))
+    if device == "cuda" and toolchain.cuda:
+        pairs += [(str(toolchain.cuda.nvcc.path), "<nvcc>"), (str(toolchain.cuda.root), "<cuda>")]
+    if device == "cuda" and toolchain.rocm:
+        pairs += [(str(toolchain.rocm.hipcc.path), "<hipcc>"), (str(toolchain.rocm.root), "<rocm>")]
+    return tuple(sorted(pairs, key=lambda pair: -len(pair[0])))
+
+
+def binding_flags(torch: TorchBuild) -> tuple[str, ...]:
+    """What a binding needs to see torch: the stable ABI where torch has it, else this torch's own C++ headers."""
+    common = (f"-std=c++{torch.cxx_standard}", *(f"-isystem{path}" for path in torch.include_dirs))
+    if torch.stable_abi:
+        return (*common, *STABLE_ABI_FLAGS)
+    return (*common, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+
+
+def _require(toolchain: Toolchain, device: DeviceType) -> TorchBuild:
+    from ..toolchain import missing
+
+    if error := missing(toolchain, device):
+        raise error
+    if toolchain.torch is None:  # missing() has just ruled it out; this tells the type checker
+        raise ToolchainError("torch was not found")
+    return toolchain.torch
+
+
+def _compile_steps(
+    spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc: Path, architectures: tuple[Architecture, ...]
+) -> list[Step]:
+    torch, host, cuda = toolchain.torch, toolchain.host, toolchain.cuda
+    assert torch is not None  # _require() was first
+    assert host is not None
+    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}")
+    device_flag = f"-DFLEXOPS_DEVICE_{device.upper()}=1"
+    extra = ("-DUSE_CUDA", *(f"-isystem{path}" for path in cuda.include_dirs)) if device == "cuda" and cuda else ()
+    binding = csrc / spec.binding
+    # A binding only checks and forwards: optimising it further costs build time and gains nothing.
+    flags = (*common, "-O1", device_flag, *extra, *binding_flags(torch))
+    # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
+    memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
+    steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory)]
+    if device == "cpu":
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"
+        for source in spec.cpu_sources:
+            for isa in spec.isa_levels:
+                output = f"{Path(source).stem}_{isa}.o"
+                command = (*common, "-O3", "-std=c++17", abi, device_flag, f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa], "-c", str(csrc / source), "-o", output)
+                steps.append(Step("host", output, (str(csrc / source),), command))
+        return steps
+    assert cuda is not None
+    from ..compute_capability import gencodes
+
+    for source in spec.cuda_sources:
+        output = f"{Path(source).stem}.cu.o"
+        command = (
+            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *(f"-I{csrc}", device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
+        )
+        steps.append(Step("device", output, (str(csrc / source),), command, DEVICE_STEP_BYTES))
+    return steps
+
+
+def _link_step(device: DeviceType, toolchain: Toolchain, objects: list[str], library: str) -> Step:
+    torch, host, cuda = toolchain.torch, toolchain.host, toolchain.cuda
+    assert torch is not None
+    assert host is not None
+    command = [str(host.path), "-shared", *objects, "-o", library, f"-L{torch.library_dir}", "-ltorch_cpu"]
+    if not torch.stable_abi:
+        command.append("-lc10")
+    if device == "cuda" and cuda:
+        # Hidden, so that two copies of the static runtime in one process never bind to one another's symbols.
+        command += [*(f"-L{path}" for path in cuda.library_dirs), "-lcudart_static", "-Wl,--exclude-libs,libcudart_static.a", "-lrt", "-lpthread", "-ldl"]
+    return Step("link", library, tuple(objects), tuple(command))
+

@@ -1,0 +1,122 @@
+"""Precompiled headers of flexops.load: on a light header of torch's, so that the machinery is tested in seconds; once on the real one (slow)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from extension_tools import MODULE, environment, run
+
+import flexops
+from flexops.errors import CompileError
+from flexops.op_builder import pch
+
+LIGHT = "c10/macros/Macros.h"
+STRICT = ["-Winvalid-pch", "-Werror=invalid-pch"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("only g++ has these")
+    settings = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "FLEXOPS_PCH": "1", "FLEXOPS_LOG": "quiet", "FLEXOPS_COMPILER_LAUNCHER": "none"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pch, "HEADER", LIGHT)
+    return tmp_path / "cache"
+
+
+def module(folder: Path, name: str, before: str = "") -> Path:
+    path = folder / f"{name}.cpp"
+    path.write_text(f"{before}#include <{LIGHT}>\n#ifndef C10_EXPORT\n#error\n#endif\n#define VALUE 5\n{MODULE}")
+    return path
+
+
+def command(cache: Path, name: str) -> str:
+    (log,) = cache.glob(f"{name}/*/build.log")
+    return log.read_text()
+
+
+def headers(cache: Path) -> list[Path]:
+    return sorted(path.parent for path in cache.glob(f"{pch.NAME}/*/manifest.json"))
+
+
+def load(folder: Path, name: str, flags: list[str], before: str = "") -> int:
+    return int(flexops.load(name, [module(folder, name, before)], extra_cflags=[*STRICT, *flags], verbose=True).value())
+
+
+def test_one_header_serves_all_of_the_same_flags(tmp_path: Path, cache: Path) -> None:
+    assert load(tmp_path, "first", []) == 5
+    (header,) = headers(cache)
+    assert f"-include {header}/" in command(cache, "first")
+    assert "ccache" not in command(cache, "first")
+    made = header.stat()
+    assert load(tmp_path, "second", [], before="// a comment\n#pragma once\n#include <vector>\n") == 5
+    assert f"-include {header}/" in command(cache, "second")
+    assert header.stat() == made
+    assert load(tmp_path, "optimised", ["-O2"]) == 5
+    assert len(headers(cache)) == 2
+
+
+def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> None:
+    assert load(tmp_path, "macro", [], before="#define C10_MINE 1\n") == 5
+    assert "-include" not in command(cache, "macro")
+    (tmp_path / "pybind11").mkdir()  # another pybind11 than torch's
+    flexops.load("shadowed", [module(tmp_path, "shadowed")], extra_include_paths=[tmp_path], verbose=True)
+    assert "-include" not in command(cache, "shadowed")
+    assert headers(cache) == []
+
+
+def test_in_the_background_for_the_next_one(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXOPS_PCH", "auto")
+    assert load(tmp_path, "before", []) == 5
+    deadline = time.monotonic() + 60
+    while not headers(cache) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert load(tmp_path, "after", []) == 5
+    assert "-include" in command(cache, "after")
+
+
+def test_a_compiler_that_cannot_use_it_compiles_without(tmp_path: Path, cache: Path) -> None:
+    assert load(tmp_path, "first", []) == 5
+    (header,) = headers(cache)
+    (made,) = header.glob("*.gch")
+    size = made.stat().st_size
+    made.write_bytes(made.read_bytes()[:64] + os.urandom(size - 64))  # its size is right, so it is tried
+    assert load(tmp_path, "second", []) == 5
+    assert headers(cache) == [] or "-include" not in command(cache, "second")
+
+
+def test_an_error_in_the_source_is_not_blamed_on_the_header(tmp_path: Path, cache: Path) -> None:
+    source = module(tmp_path, "broken")
+    source.write_text(source.read_text() + "broken\n")
+    with pytest.raises(CompileError, match=r"broken\.cpp:\d+"):
+        flexops.load("broken", [source])
+    assert len(headers(cache)) == 1
+
+
+def test_no_room_no_header(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "1G")
+    assert load(tmp_path, "small", []) == 5
+    assert headers(cache) == []
+
+
+@pytest.mark.slow
+def test_the_real_header(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch/extension.h: minutes on a small machine, and 800 MB."""
+    monkeypatch.setattr(pch, "HEADER", "torch/extension.h")
+    text = 'at::Tensor plus(at::Tensor x, double y) { TORCH_CHECK_INDEX(y >= 0, "negative"); return x + y; }'
+    documented = {"plus": 'says "plus"\nand more'}
+    module = flexops.load_inline("inline", text, functions=documented, use_pch=True, extra_cflags=STRICT, verbose=True)
+    assert torch.equal(module.plus(torch.ones(2), 1.0), torch.full((2,), 2.0))
+    assert "and more" in module.plus.__doc__
+    with pytest.raises(IndexError):
+        module.plus(torch.ones(1), -1.0)
+    assert f"-include {headers(cache)[0]}/" in command(cache, "inline")
+    # In a new process, from the cache.
+    loaded = f"flexops.load_inline('inline', {text!r}, functions={documented!r}, use_pch=True, extra_cflags={STRICT!r})"
+    assert run(f"import torch, flexops\nprint({loaded}.plus(torch.ones(1), 2.0).item())", environment(cache, FLEXOPS_JIT="0")).stdout == "3.0\n"

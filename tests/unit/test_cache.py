@@ -1,0 +1,381 @@
+"""The cache: an entry is whole or not there, nobody else's is trusted, and it stays within its bound."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import stat
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from builds import tiny_plan
+
+from flexops.errors import CacheError
+from flexops.op_builder import cache_archive, cache_key, lock
+from flexops.op_builder.cache import OWNER_LOCK, BuildCache, Entry
+from flexops.op_builder.manifest import Manifest
+from flexops.op_builder.plan import BuildPlan
+
+LONG_AGO = time.time() - 3600
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> BuildCache:
+    return BuildCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> BuildPlan:
+    return tiny_plan(tmp_path / "tiny")
+
+
+def add(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "") -> Entry:
+    """Publish a made-up library for the plan, as a build that reached one header would."""
+    headers = {"<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))}
+    base = cache_key.base_key(plan, cache_key.source_digests(plan))
+    with cache.workspace() as workspace:
+        built = workspace / plan.name
+        built.mkdir()
+        (built / plan.library).write_bytes(content)
+        manifest = Manifest(
+            name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
+            sha256=cache_key.file_digest(built / plan.library), torch_abi=plan.torch_abi,
+        )  # fmt: skip
+        return cache.publish(built, manifest, headers)
+
+
+def aged(entry: Entry, seconds: float) -> None:
+    os.utime(entry.library, (time.time() - seconds, time.time() - seconds))
+
+
+def files_below(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_nothing_is_there_at_first(cache: BuildCache, plan: BuildPlan) -> None:
+    assert cache.lookup(plan) is None
+    assert cache.entries() == []
+    assert list(cache.candidates(plan.name)) == []
+    assert cache.info().entries == 0
+    assert not cache.root.exists(), "looking must not make anything"
+
+
+def test_what_is_published_is_found(cache: BuildCache, plan: BuildPlan) -> None:
+    entry = add(cache, plan)
+    assert cache.lookup(plan) == entry
+    assert entry.library.read_bytes() == b"library"
+    assert list(cache.candidates(plan.name)) == cache.entries() == [entry]
+    assert not list((cache.root / ".tmp").iterdir())
+
+
+def test_a_hit_writes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
+    add(cache, plan)
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")}
+    assert cache.lookup(plan)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")} == before
+
+
+def test_an_edited_header_misses_and_the_old_one_hits_again(cache: BuildCache, plan: BuildPlan) -> None:
+    header = plan.sources[0].with_name("tiny.h")
+    text = header.read_text()
+    add(cache, plan)
+    header.write_text(text + "// edited\n")
+    assert cache.lookup(plan) is None
+    header.write_text(text)
+    assert cache.lookup(plan)
+    header.unlink()
+    assert cache.lookup(plan) is None
+
+
+def test_a_moved_source_tree_hits(cache: BuildCache, tmp_path: Path, plan: BuildPlan) -> None:
+    entry = add(cache, plan)
+    shutil.move(tmp_path / "tiny", tmp_path / "moved")
+    assert cache.lookup(tiny_plan(tmp_path / "moved")._replace(anchors=((str(tmp_path / "moved"), "<tiny>"),))) == entry
+
+
+DAMAGES = ("truncated library", "other library", "no library", "truncated manifest", "no manifest", "manifest of another", "empty directory")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_a_miss_and_put_aside(cache: BuildCache, plan: BuildPlan, damage: str) -> None:
+    entry = add(cache, plan)
+    other = add(cache, plan, b"for another header", header="f" * 64)
+    library, manifest = entry.library, entry.directory / "manifest.json"
+    if damage == "truncated library":
+        library.write_bytes(library.read_bytes()[:3])
+    elif damage == "other library":
+        library.write_bytes(b"LIBRARY")
+    elif damage == "no library":
+        library.unlink()
+    elif damage == "truncated manifest":
+        manifest.write_text(manifest.read_text()[:-40])
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "manifest of another":  # a consistent pair under the wrong key
+        shutil.copy(other.library, library)
+        shutil.copy(other.directory / "manifest.json", manifest)
+    else:
+        shutil.rmtree(entry.directory)
+        entry.directory.mkdir()
+    (cache.root / plan.name / f"{entry.manifest.base}.headers.json").write_text(json.dumps({"<tiny>/tiny.h": ""}))
+    assert cache.lookup(plan) is None
+    assert cache.info().quarantined == 1
+    again = add(cache, plan)
+    assert cache.lookup(plan) == again
+    assert again.library.read_bytes() == b"library"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"<tiny>/tiny.h": 1, "/gone": "x"}', "\x00"])
+def test_a_damaged_list_of_headers_is_a_miss(cache: BuildCache, plan: BuildPlan, text: str) -> None:
+    entry = add(cache, plan)
+    listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
+    listed.write_text(text)
+    assert cache.lookup(plan) is None
+    assert add(cache, plan) == entry
+    assert cache.lookup(plan) == entry
+
+
+def test_the_first_to_publish_wins(cache: BuildCache, plan: BuildPlan) -> None:
+    first = add(cache, plan, b"first")
+    assert add(cache, plan, b"second") == first
+    assert first.library.read_bytes() == b"first"
+
+
+def test_a_damaged_entry_in_the_way_is_replaced(cache: BuildCache, plan: BuildPlan) -> None:
+    add(cache, plan, b"first").library.write_bytes(b"FIRST")
+    assert add(cache, plan, b"second").library.read_bytes() == b"second"
+
+
+def test_many_publish_prune_and_clear_at_once(cache: BuildCache, plan: BuildPlan) -> None:
+    failures: list[BaseException] = []
+    until = time.monotonic() + 1.5
+
+    def work(number: int) -> None:
+        try:
+            while time.monotonic() < until:
+                if number == 0:
+                    cache.clear()
+                elif number == 1:
+                    cache.prune(max_bytes=3000)
+                    cache.info()
+                else:
+                    with contextlib.suppress(CacheError):  # `clear` may win three times running; nothing else may go wrong
+                        assert add(cache, plan, header=str(number)).library.parent.parent.name == plan.name
+                    list(cache.candidates(plan.name))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert add(cache, plan)
+    assert cache.lookup(plan)
+
+
+# ---- whose cache it is ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: BuildPlan) -> None:
+    add(cache, plan)
+    for mode in (0o777, 0o1777):
+        cache.root.chmod(mode)
+        assert "written by everybody" in cache.problem()
+        assert cache.lookup(plan) is None
+        with pytest.raises(CacheError, match="not safe") as caught:
+            cache.require_writable()
+        assert "FLEXOPS_CACHE_DIR" in caught.value.fix
+    assert BuildCache(cache.root, shared=True).lookup(plan)
+    cache.root.chmod(0o755)
+    assert cache.lookup(plan)
+
+
+def test_a_cache_of_somebody_else_is_not_read(cache: BuildCache, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(cache, plan)
+    monkeypatch.setattr(os, "geteuid", lambda: cache.root.stat().st_uid + 4711)
+    if cache.root.stat().st_uid == 0:
+        os.chown(cache.root, 12345, 12345)
+    assert "belongs to user id" in cache.problem()
+    assert cache.lookup(plan) is None
+    assert BuildCache(cache.root, shared=True).lookup(plan)
+
+
+def test_a_file_in_the_cache_s_place_is_said(tmp_path: Path, plan: BuildPlan) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        cache = BuildCache(root)
+        assert cache.lookup(plan) is None
+        with pytest.raises(CacheError) as caught:
+            cache.require_writable()
+        assert str(root) in str(caught.value)
+
+
+# ---- keeping house ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes_first(cache: BuildCache, plan: BuildPlan) -> None:
+    entries = [add(cache, plan, b"x" * 1000, header=str(number)) for number in range(4)]
+    for number, entry in enumerate(entries):
+        aged(entry, 1000 * (4 - number))
+    assert cache.entries() == entries
+    assert cache.entries() == entries, "looking does not count as using"
+    removed = cache.prune(max_bytes=2 * entries[0].size + 10, keep=(entries[0].directory,))
+    assert removed == entries[1:3]
+    assert sorted(entry.directory for entry in cache.entries()) == sorted((entries[0].directory, entries[3].directory))
+
+
+def test_prune_within_the_bound_removes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
+    add(cache, plan)
+    assert cache.prune() == []
+
+
+def test_clear_by_name_and_all(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+    mine, other = add(cache, plan), add(cache, tiny_plan(tmp_path / "other", name="other-cpu"))
+    assert cache.clear(("other-cpu",)) == [other]
+    assert cache.entries() == [mine]
+    assert cache.clear() == [mine]
+    assert cache.entries() == []
+    assert cache.clear() == []
+
+
+def test_sizes_and_counts(cache: BuildCache, plan: BuildPlan) -> None:
+    entry = add(cache, plan)
+    info = cache.info()
+    assert (info.entries, info.size, info.problem, info.quarantined) == (1, entry.size, "", 0)
+    assert entry.size >= len(b"library")
+
+
+def test_workspaces_of_the_dead_are_swept_and_of_the_living_are_not(cache: BuildCache) -> None:
+    with cache.workspace() as alive:
+        dead, starting = cache.root / ".tmp" / "dead", cache.root / ".tmp" / "starting"
+        for path in (dead, starting):
+            path.mkdir()
+        (dead / OWNER_LOCK).write_text("")
+        for path in (dead, starting, alive):
+            os.utime(path, (LONG_AGO, LONG_AGO))
+        with cache.workspace():
+            assert not dead.exists()
+            assert starting.exists(), "its owner may be about to lock it"
+            assert alive.exists()
+        os.utime(starting, (1, 1))
+        with cache.workspace():
+            assert not starting.exists()
+
+
+def test_a_workspace_goes_when_its_build_fails(cache: BuildCache) -> None:
+    def fail() -> None:
+        with cache.workspace() as workspace:
+            (workspace / "half.o").write_text("")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not list((cache.root / ".tmp").iterdir())
+
+
+def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    order: list[str] = []
+
+    def second() -> None:
+        with lock.held(path):
+            order.append("second")
+
+    with lock.held(path):
+        assert lock.is_held(path)
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert not lock.is_held(path)
+    with lock.held(tmp_path / "no" / "such" / "directory.lock"):
+        pass
+
+
+# ---- archives ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_export_and_import(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+    entry = add(cache, plan)
+    damaged = add(cache, plan, b"damaged", header="1")
+    damaged.library.write_bytes(b"DAMAGED")
+    assert cache_archive.export(cache, tmp_path / "cache.tar.gz") == [entry]
+    elsewhere = BuildCache(tmp_path / "elsewhere")
+    assert [item.manifest for item in cache_archive.import_archive(elsewhere, tmp_path / "cache.tar.gz")] == [entry.manifest]
+    found = elsewhere.lookup(plan)
+    assert found is not None
+    assert found.library.read_bytes() == b"library"
+    assert cache_archive.import_archive(elsewhere, tmp_path / "cache.tar.gz") == [found], "importing again changes nothing"
+    assert files_below(tmp_path) >= {"cache.tar.gz"}
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".cache.tar.gz")]
+
+
+def archive_of(path: Path, members: dict[str, bytes], *, link: str = "") -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        if link:
+            member = tarfile.TarInfo("adam-cpu/key/link")
+            member.type, member.linkname = tarfile.SYMTYPE, link
+            archive.addfile(member)
+    return path
+
+
+@pytest.fixture
+def archives(tmp_path: Path) -> dict[str, Path]:
+    good = json.loads(
+        Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, sha256="0", torch_abi="x").to_json()
+    )
+    climbing = {**good, "name": "../../outside"}
+    made = {
+        "no archive": tmp_path / "text.tar.gz",
+        "a path outside": archive_of(tmp_path / "outside.tar.gz", {"../../evil": b"x"}),
+        "an absolute path": archive_of(tmp_path / "absolute.tar.gz", {"/tmp/evil": b"x"}),
+        "a link": archive_of(tmp_path / "link.tar.gz", {}, link="/etc/passwd"),
+        "a library that is not the manifest's": archive_of(
+            tmp_path / "swapped.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(good).encode()}
+        ),
+        "a name outside": archive_of(tmp_path / "climbing.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(climbing).encode()}),
+        "no file": tmp_path / "absent.tar.gz",
+        "a truncated archive": tmp_path / "truncated.tar.gz",
+    }
+    made["no archive"].write_text("text")
+    made["a truncated archive"].write_bytes(made["a name outside"].read_bytes()[:60])
+    return made
+
+
+@pytest.mark.parametrize(
+    "which",
+    ["no archive", "a path outside", "an absolute path", "a link", "a library that is not the manifest's", "a name outside", "no file", "a truncated archive"],
+)
+def test_a_bad_archive_is_refused(cache: BuildCache, archives: dict[str, Path], which: str) -> None:
+    with pytest.raises(CacheError) as caught:
+        cache_archive.import_archive(cache, archives[which])
+    assert caught.value.fix
+    assert cache.entries() == []
+    assert not list((cache.root / ".tmp").iterdir())
+
+
+def test_an_archive_that_cannot_be_written_is_said(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+    add(cache, plan)
+    with pytest.raises(CacheError, match="cannot be written"):
+        cache_archive.export(cache, tmp_path / "no" / "such" / "place.tar.gz")
+
+
+def test_what_is_stored_can_be_read_by_those_who_share_it(cache: BuildCache, plan: BuildPlan) -> None:
+    entry = add(cache, plan)
+    listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
+    for path in (cache.root, entry.directory, entry.directory / "manifest.json", listed):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444, path

@@ -1,0 +1,96 @@
+"""``flexops cache``: what is printed, and what is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from builds import tiny_plan
+from typer.testing import CliRunner, Result
+
+from flexops import settings
+from flexops.cli._app import app
+from flexops.errors import CacheError, SettingsError
+from flexops.op_builder import builder
+from flexops.op_builder.cache import BuildCache, Entry
+
+
+@pytest.fixture
+def entry(cache_dir: Path, tmp_path: Path, host_compiler: object) -> Entry:
+    assert host_compiler
+    return builder.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(cache_dir))[0].require()
+
+
+def flexops(*arguments: str) -> Result:
+    """Run the command line in this process; our own errors are raised, as ``cli.main`` sees them."""
+    return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False)
+
+
+def test_info_of_nothing(cache_dir: Path) -> None:
+    result = flexops("info")
+    assert str(cache_dir) in result.stdout
+    assert "0 entries" in result.stdout
+    assert not cache_dir.exists(), "asking makes nothing"
+
+
+def test_info(entry: Entry, cache_dir: Path) -> None:
+    told = json.loads(flexops("info", "--json").stdout)
+    assert told == {"root": str(cache_dir), "entries": 1, "bytes": entry.size, "max_bytes": 5 * 2**30, "quarantined": 0, "problem": None}
+    assert "1 entries" in flexops("info").stdout
+
+
+def test_info_says_what_is_wrong(entry: Entry, cache_dir: Path) -> None:
+    cache_dir.chmod(0o777)
+    assert "written by everybody" in flexops("info").stdout
+    assert "written by everybody" in json.loads(flexops("info", "--json").stdout)["problem"]
+    cache_dir.chmod(0o755)
+    entry.library.write_bytes(b"")
+    BuildCache(cache_dir).read(entry.manifest.name, entry.manifest.key)
+    assert "1 damaged" in flexops("info").stdout
+
+
+def test_list(entry: Entry) -> None:
+    (told,) = json.loads(flexops("list", "--json").stdout)
+    assert told["name"] == "tiny-cpu"
+    assert told["key"] == entry.manifest.key
+    assert told["directory"] == str(entry.directory)
+    assert (told["device"], told["torch_abi"], told["isa_levels"]) == ("cpu", "stable-2.11", ["baseline"])
+    assert told["last_used"] == pytest.approx(entry.last_used)
+    line = flexops("list").stdout
+    assert "tiny-cpu" in line
+    assert entry.manifest.key[:12] in line
+
+
+def test_prune_and_clear(entry: Entry, cache_dir: Path) -> None:
+    assert "removed 0" in flexops("prune").stdout
+    assert "removed 0" in flexops("clear", "other").stdout
+    assert entry.library.exists()
+    assert "removed 1" in flexops("prune", "--max-size", "1K").stdout
+    assert not entry.library.exists()
+    assert "removed 0" in flexops("clear").stdout
+    assert cache_dir.exists()
+
+
+def test_clear_by_name(entry: Entry) -> None:
+    assert "removed 1" in flexops("clear", "tiny-cpu").stdout
+    assert not entry.library.exists()
+
+
+def test_a_size_that_is_none_is_said(cache_dir: Path) -> None:
+    assert cache_dir
+    with pytest.raises(SettingsError, match="--max-size"):
+        flexops("prune", "--max-size", "huge")
+
+
+def test_export_and_import(entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "cache.tar.gz"
+    assert "1 entries" in flexops("export", str(archive)).stdout
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "elsewhere"))
+    settings.current.cache_clear()
+    assert "1 entries" in flexops("import", str(archive)).stdout
+    (told,) = json.loads(flexops("list", "--json").stdout)
+    assert told["key"] == entry.manifest.key
+    assert builder.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(tmp_path / "elsewhere"))[0].cached
+    with pytest.raises(CacheError, match="archive"):
+        flexops("import", str(tmp_path / "absent.tar.gz"))

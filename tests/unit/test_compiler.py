@@ -1,0 +1,143 @@
+"""How plans become ninja files, and how ninja is run, watched and stopped."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from builds import CCACHE, SQUARE, TOOLS, ninja_path, paper_plan, tiny_plan
+
+from flexops.errors import ToolchainError
+from flexops.op_builder import compiler
+from flexops.op_builder.plan import BuildPlan, Step
+
+
+def shell_plan(name: str, *commands: str, jobs: int = 2) -> BuildPlan:
+    """A plan of shell commands; the first makes ``lib.so``. Link steps, because those are run as they are."""
+    steps = tuple(Step("link", f"out{number}" if number else "lib.so", (), ("sh", "-c", command)) for number, command in enumerate(commands))
+    return BuildPlan(
+        name=name, steps=steps, library="lib.so", sources=(), anchors=(), identity=(), trusted_roots=(), jobs=jobs, nvcc_threads=1, device="cpu",
+        torch_abi="", ninja=ninja_path(),
+    )  # fmt: skip
+
+
+def test_awkward_names_reach_the_compiler_unchanged(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path / "a $dollar: and 'quotes'")
+    outcome = compiler.run([plan], tmp_path / "work dir$")
+    assert outcome.returncode == 0, outcome.output
+    assert (tmp_path / "work dir$" / plan.name / "tiny.so").exists()
+    reached = [path.read_text() for path in compiler.depfiles(plan, tmp_path / "work dir$" / plan.name)]
+    assert "tiny.h" in reached[0]
+
+
+def test_the_file_left_beside_the_library_repeats_the_build(tmp_path: Path) -> None:
+    import subprocess
+
+    plan = tiny_plan(tmp_path / "tiny")
+    compiler.run([plan], tmp_path / "work")
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "build.ninja").write_bytes((tmp_path / "work" / plan.name / "build.ninja").read_bytes())
+    subprocess.run([plan.ninja, "-C", str(again)], check=True, capture_output=True)
+    assert (again / "tiny.so").exists()
+
+
+def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
+    plan = paper_plan(SQUARE, "cuda", archs="8.0;9.0", nvcc_threads=2)
+    commands = {step.output: compiler.full_command(plan, step) for step in plan.steps}
+    assert commands["doctor.cu.o"][0] == str(CCACHE.path)
+    assert {"--threads=2", "-MD", "-MF", "doctor.cu.o.d"} <= set(commands["doctor.cu.o"])
+    assert "--threads=2" not in commands["binding.o"]
+    assert commands[plan.library] == plan.steps[-1].command
+    assert compiler.full_command(paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[0])[0] == "/usr/bin/g++"
+
+
+def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    good, bad = shell_plan("good", "echo fine > lib.so"), shell_plan("bad", "echo 'a.cpp:1:1: error: broken' >&2; exit 1")
+    outcome = compiler.run([bad, good], tmp_path / "work")
+    assert outcome.returncode != 0
+    assert outcome.failed(bad)
+    assert not outcome.failed(good)
+    assert (tmp_path / "work" / "good" / "lib.so").exists()
+    assert "error: broken" in outcome.output
+
+
+def test_half_a_library_of_a_killed_linker_is_a_failure(tmp_path: Path) -> None:
+    plan = shell_plan("half", "printf half > lib.so; kill -9 $$")
+    outcome = compiler.run([plan], tmp_path / "work")
+    assert outcome.failed(plan)
+
+
+def test_names_that_end_alike_are_not_confused(tmp_path: Path) -> None:
+    good, bad = shell_plan("tiny-cpu", "echo > lib.so"), shell_plan("not-tiny-cpu", "exit 1")
+    outcome = compiler.run([good, bad], tmp_path / "work")
+    assert outcome.failed(bad)
+    assert not outcome.failed(good)
+
+
+def test_progress_and_log(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    plan = shell_plan("steps", "echo said by the first > lib.so; echo said", "echo > out1")
+    outcome = compiler.run([plan], tmp_path / "work", progress=lambda *step: seen.append(step))
+    assert [total for _, total, _ in seen] == [2] * len(seen)
+    assert seen[-1][0] == 2
+    assert any("steps: lib.so" in what for _, _, what in seen)
+    assert "said" in (tmp_path / "work" / "steps" / "build.log").read_text()
+    assert "@flexops" not in outcome.output
+
+
+def test_debug_shows_commands(tmp_path: Path) -> None:
+    plan = shell_plan("steps", "echo a-special-word > lib.so")
+    assert "a-special-word" in compiler.run([plan], tmp_path / "debug", debug=True).output
+    assert "a-special-word" not in compiler.run([plan], tmp_path / "plain").output
+
+
+def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_path: Path) -> None:
+    clock = "; ".join(["date +%s.%N > started", "sleep 0.3", "echo > lib.so", "date +%s.%N > ended"])
+
+    def times(name: str, *jobs: int) -> list[tuple[float, float]]:
+        plans = [shell_plan(f"p{number}", clock, jobs=count) for number, count in enumerate(jobs)]
+        compiler.run(plans, tmp_path / name)
+        folders = [tmp_path / name / plan.name for plan in plans]
+        return sorted((float((folder / "started").read_text()), float((folder / "ended").read_text())) for folder in folders)
+
+    together, alone = times("together", 2, 2), times("alone", 2, 1)
+    assert together[1][0] < together[0][1], "they overlap"
+    assert alone[1][0] >= alone[0][1], "one at a time, as the more demanding plan asks"
+
+
+def test_no_ninja_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match="ninja") as caught:
+        compiler.run([tiny_plan(tmp_path / "tiny", ninja="/no/such/ninja")], tmp_path / "work")
+    assert caught.value.fix == "pip install ninja"
+
+
+def test_an_interruption_stops_the_compilers(tmp_path: Path) -> None:
+    plan = shell_plan("long", f"echo $$ > {tmp_path}/pid; exec sleep 60")
+
+    def interrupt() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            time.sleep(0.02)
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        compiler.run([plan], tmp_path / "work")
+    thread.join()
+    assert time.monotonic() - started < 20
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
+    plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(environment=(("GREETING", "hello"),))
+    compiler.run([plan], tmp_path / "work")
+    assert (tmp_path / "work" / "env" / "lib.so").read_text().split() == ["hello", "C"]

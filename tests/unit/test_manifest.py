@@ -1,0 +1,151 @@
+"""The record beside a library: nothing damaged is believed, and nothing is opened that would not run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builds import OLD_TORCH, TORCH
+
+from flexops.compute_capability import ComputeCapability
+from flexops.op_builder import manifest as module
+from flexops.op_builder.manifest import Host, Manifest, has_machine_code, judge, needed_versions, verify
+
+MANIFEST = Manifest(
+    name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, sha256="0" * 64, torch_abi="stable-2.11",
+    cuda_version="13.0", architectures=("8.0", "9.0"), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"}, build_seconds=1.5,
+)  # fmt: skip
+
+
+def host(*capabilities: str, torch: Any = TORCH) -> Host:
+    return Host(torch, tuple(map(ComputeCapability.parse, capabilities)))
+
+
+def test_round_trip() -> None:
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+
+
+def test_unknown_fields_of_a_later_version_are_left_out() -> None:
+    assert Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), "colour": "blue"})) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schema": "flexops-0"},
+        {"schema": None},
+        {"size": "3"},
+        {"sha256": None},
+        {"library": "../../lib.so"},
+        {"name": "../elsewhere"},
+        {"key": ""},
+        {"key": ".."},
+        {"architectures": "9.0"},
+        {"architectures": [9]},
+        {"architectures": None},
+        {"cuda_version": 13},
+        {"cuda_version": "thirteen"},
+        {"glibcxx": "3..4"},
+        {"files": ["a"]},
+        {"files": {"a": 1}},
+        {"torch_abi": 1},
+    ],
+)
+def test_a_damaged_field_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="manifest"):
+        Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', MANIFEST.to_json()[:200], "\x00" * 20])
+def test_a_damaged_file_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["name", "key", "base", "device", "library", "size", "sha256", "torch_abi"])
+def test_a_missing_field_is_named(name: str) -> None:
+    data = json.loads(MANIFEST.to_json())
+    del data[name]
+    with pytest.raises(ValueError, match=name):
+        Manifest.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "said"),
+    [
+        ({}, host("9.0"), ""),
+        ({}, host("8.6"), ""),
+        ({}, host(), ""),
+        ({}, host("8.0", "9.0"), ""),
+        ({}, host("10.0"), "the GPU is 10.0"),
+        ({}, host("9.0", "12.0"), "the GPU is 12.0"),
+        ({}, host("7.5"), "the GPU is 7.5"),
+        ({"architectures": ("9.0+PTX",)}, host("12.0"), ""),
+        ({"architectures": ("9.0a",)}, host("10.0"), "9.0a"),
+        ({"cuda_version": "12.8"}, host("9.0"), "CUDA 12.8"),
+        ({"cuda_version": "13.2"}, host("9.0"), ""),
+        ({"torch_abi": "torch-2.4-cxx11abi0-cu12.1"}, host("9.0"), "torch ABI torch-2.4"),
+        ({}, host("9.0", torch=OLD_TORCH), "stable-2.11"),
+        ({"cuda_version": "", "architectures": ()}, host("9.0"), ""),
+        ({}, host(torch=TORCH._replace(cuda=None)), ""),
+        ({"glibc": "2.99"}, host("9.0"), "glibc 2.99"),
+    ],
+)
+def test_judgement(changes: dict[str, Any], where: Host, said: str) -> None:
+    refusal = judge(replace(MANIFEST, **changes), where)
+    assert (refusal.reason if refusal else "") == "" if not said else said in (refusal.reason if refusal else "")
+    assert refusal is None or refusal.fix
+
+
+def test_symbol_versions_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libstdc++.so.6"
+    library.write_bytes(b"\x7fELF..GLIBCXX_3.4.21\0GLIBCXX_3.4.30\0")
+    monkeypatch.setattr(module, "_libstdcxx", lambda: str(library))
+    assert judge(MANIFEST, host("9.0")) is None
+    refusal = judge(replace(MANIFEST, glibcxx="3.4.32"), host("9.0"))
+    assert refusal is not None
+    assert "GLIBCXX_3.4.32" in refusal.reason
+    assert str(library) in refusal.reason
+
+
+def test_this_process_knows_its_own_libraries() -> None:
+    code = "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.op_builder import manifest as m; print(m._glibc(), m._libstdcxx())"
+    said = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code], capture_output=True, text=True, check=True).stdout.split()
+    assert said[0].startswith("2.")
+    assert "libstdc++" in said[1]
+
+
+def test_machine_code_or_ptx() -> None:
+    assert has_machine_code(MANIFEST, host("9.0"))
+    assert has_machine_code(MANIFEST, host())
+    assert not has_machine_code(replace(MANIFEST, architectures=("8.0+PTX",)), host("9.0"))
+    assert has_machine_code(replace(MANIFEST, architectures=("8.0+PTX", "9.0")), host("9.0"))
+    assert has_machine_code(replace(MANIFEST, architectures=(), cuda_version=""), host("9.0"))
+
+
+def test_verify(tmp_path: Path) -> None:
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"abc")
+    good = replace(MANIFEST, sha256="ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+    assert verify(tmp_path, good) is None
+    library.write_bytes(b"abd")
+    swapped = verify(tmp_path, good)
+    library.write_bytes(b"ab")
+    truncated = verify(tmp_path, good)
+    library.unlink()
+    gone = verify(tmp_path, good)
+    assert all(refusal and "lib.so" in refusal.reason and refusal.fix for refusal in (swapped, truncated, gone))
+
+
+def test_needed_versions_of_a_real_library() -> None:
+    ninja = shutil.which("python3")
+    assert ninja
+    glibc, _ = needed_versions(Path(ninja).resolve())
+    assert glibc == "" or glibc.startswith("2.")
+    assert needed_versions(Path(__file__)) == ("", "")

@@ -1,0 +1,155 @@
+"""A build is a value: what the plan says for each device, torch, architecture list and machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from builds import CUDA, GIB, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper_plan
+
+from flexops.errors import ToolchainError
+from flexops.op_builder import catalog
+from flexops.op_builder.plan import BuildPlan, Step
+from flexops.toolchain.resources import Resources
+
+OLD_TOOLS = TOOLS._replace(torch=OLD_TORCH)
+ADAM = catalog.find("adam")
+
+
+def step(plan: BuildPlan, output: str) -> Step:
+    return next(step for step in plan.steps if step.output == output)
+
+
+def test_cpu_plan() -> None:
+    plan = paper_plan(ADAM, "cpu")
+    assert [(step.kind, step.output) for step in plan.steps] == [
+        ("host", "binding.o"),
+        ("host", "adam_cpu_baseline.o"),
+        ("host", "adam_cpu_avx2.o"),
+        ("host", "adam_cpu_avx512.o"),
+        ("link", "flexops_adam_cpu.so"),
+    ]
+    assert plan.architectures == ()
+    assert plan.cuda_version == ""
+    assert plan.isa_levels == ("baseline", "avx2", "avx512")
+    assert not any("cuda" in word for word in plan.steps[-1].command)
+
+
+def test_isa_levels_are_named_and_nothing_is_native() -> None:
+    plan = paper_plan(ADAM, "cpu")
+    words = [word for one in plan.steps for word in one.command]
+    assert "-march=native" not in words
+    assert not any(word.startswith("-mavx") for word in step(plan, "adam_cpu_baseline.o").command)
+    assert "-mavx512f" not in step(plan, "adam_cpu_avx2.o").command
+    assert {"-mavx512f", "-mfma", "-DFLEXOPS_ISA=avx512"} <= set(step(plan, "adam_cpu_avx512.o").command)
+
+
+def test_only_the_binding_sees_torch() -> None:
+    plan = paper_plan(ADAM, "cuda")
+    for one in plan.steps:
+        mentions_torch = any("/py/torch/include" in word for word in one.command)
+        assert mentions_torch == (one.output == "binding.o"), one.output
+
+
+def test_stable_abi_where_torch_has_it() -> None:
+    words = step(paper_plan(ADAM, "cuda"), "binding.o").command
+    assert {"-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-std=c++20", "-DUSE_CUDA", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
+    assert not any("GLIBCXX_USE_CXX11_ABI" in word for word in words)
+    assert "-lc10" not in paper_plan(ADAM, "cuda").steps[-1].command
+
+
+def test_classic_abi_for_an_older_torch() -> None:
+    plan = paper_plan(ADAM, "cuda", OLD_TOOLS)
+    words = step(plan, "binding.o").command
+    assert {"-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0"} <= set(words)
+    assert "-DFLEXOPS_STABLE_ABI=1" not in words
+    assert plan.torch_abi == "torch-2.4-cxx11abi0-cu12.1"
+    assert "-lc10" in plan.steps[-1].command
+    assert step(plan, "binding.o").memory_bytes > step(paper_plan(ADAM, "cuda"), "binding.o").memory_bytes
+
+
+def test_cpu_objects_have_the_abi_of_torch() -> None:
+    for tools, flag in ((TOOLS, "-D_GLIBCXX_USE_CXX11_ABI=1"), (OLD_TOOLS, "-D_GLIBCXX_USE_CXX11_ABI=0")):
+        assert flag in step(paper_plan(ADAM, "cpu", tools), "adam_cpu_avx2.o").command
+
+
+def test_cuda_plan_has_one_gencode_for_each_kind_of_code() -> None:
+    plan = paper_plan(ADAM, "cuda", archs="8.0;9.0a;12.0+PTX")
+    words = step(plan, "adam.cu.o").command
+    assert [word for word in words if word.startswith("-gencode")] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    assert words[:3] == ("/cuda/bin/nvcc", "-ccbin", "/usr/bin/g++")
+    assert plan.architectures == ("8.0", "9.0a", "12.0+PTX")
+    assert plan.cuda_version == "13.0"
+
+
+def test_cudart_is_static_and_hidden_and_torch_cuda_is_not_needed() -> None:
+    link = paper_plan(ADAM, "cuda").steps[-1].command
+    assert {"-lcudart_static", "-Wl,--exclude-libs,libcudart_static.a", "-L/cuda/lib64", "-ltorch_cpu"} <= set(link)
+    assert not {"-lcudart", "-ltorch_cuda", "-lc10_cuda", "-ltorch_python"} & set(link)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gib", "max_jobs", "jobs"),
+    [(8, 64, None, 8), (8, 64, 3, 3), (8, 2, None, 2), (8, 0.5, None, 1), (1, 64, None, 1), (2, 64, 16, 2), (4, 0, None, 1)],
+)
+def test_jobs(cpus: int, gib: float, max_jobs: int | None, jobs: int) -> None:
+    plan = paper_plan(ADAM, "cpu", resources=Resources(cpus, int(gib * GIB)), max_jobs=max_jobs)
+    assert plan.jobs == jobs
+
+
+def test_nvcc_gets_the_processors_that_its_neighbours_leave() -> None:
+    def threads(cpus: int, archs: str, wished: int | None = None) -> int:
+        return paper_plan(ADAM, "cuda", archs=archs, resources=Resources(cpus, 64 * GIB), nvcc_threads=wished).nvcc_threads
+
+    assert threads(8, "9.0") == 1
+    assert threads(8, "8.0;8.6;9.0") == 3
+    assert threads(2, "8.0;8.6;9.0") == 2
+    assert threads(8, "8.0;9.0", wished=1) == 1
+
+
+def test_memory_estimate_covers_what_runs_at_once() -> None:
+    one, two = (paper_plan(ADAM, "cpu", resources=Resources(cpus, 64 * GIB)) for cpus in (1, 2))
+    assert 0 < one.memory_bytes < two.memory_bytes
+    many = paper_plan(ADAM, "cuda", archs="8.0;8.6;9.0", nvcc_threads=3)
+    single = paper_plan(ADAM, "cuda", archs="8.0;8.6;9.0", nvcc_threads=1)
+    assert many.memory_bytes > single.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"torch": None}, "torch"), ({"host": None}, "compiler"), ({"ninja": None}, "ninja"), ({"cuda": None}, "CUDA")],
+)
+def test_what_is_missing_is_said_with_its_mend(changes: dict[str, None], said: str) -> None:
+    with pytest.raises(ToolchainError) as caught:
+        paper_plan(ADAM, "cuda", TOOLS._replace(**changes))
+    assert said in caught.value.what
+    assert caught.value.fix
+
+
+def test_the_cpu_needs_no_cuda() -> None:
+    assert paper_plan(ADAM, "cpu", TOOLS._replace(cuda=None)).device == "cpu"
+
+
+def test_every_op_of_the_catalogue_can_be_planned_and_its_sources_are_there() -> None:
+    for spec in catalog.CATALOG:
+        for device in spec.devices:
+            plan = paper_plan(spec, device)
+            assert all(source.is_file() for source in plan.sources)
+            assert plan.name == f"{spec.name}-{device}"
+
+
+def test_relocatable_names_hide_places() -> None:
+    plan = paper_plan(SQUARE, "cuda", csrc=Path("/somewhere/csrc"))
+    text = "\0".join(word for one in plan.steps for word in plan.relocatable("\0".join(one.command)).split("\0"))
+    for place in ("/somewhere", str(TORCH.root), str(CUDA.root), "/usr/bin/g++"):
+        assert place not in text
+
+
+def test_planning_is_pure() -> None:
+    assert paper_plan(ADAM, "cuda") == paper_plan(ADAM, "cuda")
+    assert Resources(2, 16 * GIB) == ROOM

@@ -1,0 +1,81 @@
+"""Every variable is read once, in one place, and a wrong value names the variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexops.errors import SettingsError
+from flexops.settings import Settings, parse_size
+
+
+def read(**environ: str) -> Settings:
+    return Settings.from_environ(environ)
+
+
+def test_defaults() -> None:
+    settings = read(HOME="/home/me")
+    assert (settings.fallback, settings.jit, settings.log, settings.aot) == ("warn", True, "info", ())
+    assert settings.cache_max_bytes == 5 * 2**30
+    assert settings.arch_list is settings.max_jobs is settings.launcher is None
+    assert not settings.cache_shared
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"FLEXOPS_CACHE_DIR": "/a", "TORCH_EXTENSIONS_DIR": "/b", "XDG_CACHE_HOME": "/c"}, "/a"),
+        ({"TORCH_EXTENSIONS_DIR": "/b", "XDG_CACHE_HOME": "/c"}, "/b/flexops"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/flexops"),
+        ({}, str(Path.home() / ".cache/flexops")),
+        ({"FLEXOPS_CACHE_DIR": "here"}, str(Path.cwd() / "here")),
+    ],
+)
+def test_cache_dir(environ: dict[str, str], expected: str) -> None:
+    assert str(Settings.from_environ(environ).cache_dir) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5G", 5 * 2**30), ("500M", 500 * 2**20), ("1.5k", 1536), ("4096", 4096), ("2 TiB", 2 * 2**40), ("7GB", 7 * 2**30), ("0", 0)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size("X", text) == size
+    assert read(FLEXOPS_CACHE_MAX_SIZE=text).cache_max_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FLEXOPS_FALLBACK", "never"),
+        ("FLEXOPS_JIT", "maybe"),
+        ("FLEXOPS_LOG", "loud"),
+        ("FLEXOPS_CACHE_SHARED", "yes"),
+        ("FLEXOPS_CACHE_MAX_SIZE", "much"),
+        ("FLEXOPS_CACHE_MAX_SIZE", "-1"),
+        ("MAX_JOBS", "0"),
+        ("MAX_JOBS", "all"),
+        ("NVCC_THREADS", "-2"),
+    ],
+)
+def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_environ({name: value})
+    assert name in str(caught.value)
+    assert value in caught.value.found
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "names"), [("", ()), ("0", ()), ("none", ()), ("all", ("all",)), ("adam,quant", ("adam", "quant")), ("adam; quant", ("adam", "quant"))]
+)
+def test_aot_names(text: str, names: tuple[str, ...]) -> None:
+    assert read(FLEXOPS_AOT=text).aot == names
+
+
+def test_familiar_variables_keep_their_meaning() -> None:
+    settings = read(TORCH_CUDA_ARCH_LIST=" 8.9;9.0 ", MAX_JOBS="3", NVCC_THREADS="2", CUDA_PATH="/cuda", CXX="g++-12", PATH="/a::/b")
+    assert (settings.arch_list, settings.max_jobs, settings.nvcc_threads) == ("8.9;9.0", 3, 2)
+    assert (settings.cuda_home, settings.cxx, settings.search_path) == (Path("/cuda"), "g++-12", ("/a", "/b"))
+    assert read(CUDA_HOME="/one", CUDA_PATH="/two").cuda_home == Path("/one")
+    assert read(TORCH_CUDA_ARCH_LIST="  ").arch_list is None
