@@ -1,0 +1,100 @@
+"""Python in another process, where a torch that crashes or hangs does no harm.
+
+The child says what it has to say as JSON lines that start with ``MARK``; anything else on its output is noise, of which the end is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARK = "@flexops-doctor "
+
+
+@dataclass(frozen=True)
+class Child:
+    """How a child ended. ``returncode`` is None when it was stopped because it took too long, negative for a signal."""
+
+    returncode: int | None
+    messages: tuple[dict[str, Any], ...]
+    noise: str
+
+    @property
+    def failure(self) -> str:
+        """How it died, in words; empty if it ended well."""
+        if self.returncode is None:
+            return "gave no answer in time"
+        if self.returncode < 0:
+            return f"was killed by {signal_name(-self.returncode)}"
+        return "" if self.returncode == 0 else f"exited {self.returncode}: {self.last_line}"
+
+    @property
+    def last_line(self) -> str:
+        lines = [line.strip() for line in self.noise.splitlines() if line.strip()]
+        return lines[-1][:400] if lines else ""
+
+
+def say(message: dict[str, Any]) -> None:
+    """In a child: tell the parent."""
+    sys.stdout.write(MARK + json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def run(arguments: Sequence[str], *, timeout: float, environment: dict[str, str] | None = None) -> Child:
+    """Run this Python with ``arguments``; its own children are stopped with it. Raises ``OSError`` if it cannot be started."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, **_import_path(), **(environment or {})},
+    )  # fmt: skip
+    returncode: int | None
+    try:
+        output = process.communicate(timeout=timeout)[0]
+        returncode = process.returncode
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        output, returncode = process.communicate()[0], None
+    except BaseException:
+        _stop(process)
+        raise
+    return _read(returncode, output.decode("utf-8", "replace"))
+
+
+def _read(returncode: int | None, output: str) -> Child:
+    messages, noise = [], []
+    for line in output.splitlines():
+        before, mark, message = line.partition(MARK)  # noise without a newline may precede it
+        if mark:
+            with contextlib.suppress(ValueError):  # a child that died while writing
+                messages.append(json.loads(message))
+        if not mark or before:
+            noise.append(before)
+    return Child(returncode, tuple(messages), "\n".join(noise))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _import_path() -> dict[str, str]:
+    """The child imports this very flexops, also from a checkout that is not installed, and nothing by accident from the working directory."""
+    home = Path(__file__).resolve().parents[2]
+    safe = {"PYTHONSAFEPATH": "1"}
+    if home.name in ("site-packages", "dist-packages"):
+        return safe
+    return {**safe, "PYTHONPATH": os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH"))))}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,180 @@
+"""What builds are done with and where they go: toolchain, launcher, cache, lock files, libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
+
+if TYPE_CHECKING:
+    from ...op_builder.spec import DeviceType
+    from ...settings import Settings
+    from ...toolchain.model import Toolchain
+    from ...toolchain.resources import Resources
+
+_SCCACHE_PORT = 4226
+
+
+def tools(chosen: Settings, device: DeviceType) -> Toolchain:
+    from ...toolchain import discover
+
+    return discover(chosen, device=device)
+
+
+def resources() -> Resources:
+    from ...toolchain.resources import detect
+
+    return detect()
+
+
+def launcher(found: Toolchain) -> LauncherFact:
+    """The launcher's own statistics, since it was last told to forget them."""
+    if found.launcher is None:
+        return LauncherFact()
+    if found.launcher.path.name == "sccache":
+        return _sccache(str(found.launcher.path))
+    done = subprocess.run([found.launcher.path, "--print-stats"], capture_output=True, text=True, timeout=20, check=False)
+    return read_ccache(done.stdout)
+
+
+def read_ccache(text: str) -> LauncherFact:
+    """From ``ccache --print-stats``: a name, a tab and a number a line (since ccache 3.7)."""
+    counts = {name: int(number) for name, number in re.findall(r"^(\w+)\t(\d+)$", text, re.MULTILINE)}
+    if not counts:
+        return LauncherFact(note="it gives no statistics")
+    hits = sum(counts.get(name, 0) for name in ("direct_cache_hit", "preprocessed_cache_hit"))
+    return LauncherFact(hits, counts.get("cache_miss", 0))
+
+
+def _sccache(path: str) -> LauncherFact:
+    """Only of a server that is running: asking would start one."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.settimeout(1)
+        if probe.connect_ex(("127.0.0.1", int(os.environ.get("SCCACHE_SERVER_PORT", _SCCACHE_PORT)))) != 0:
+            return LauncherFact(note="its server is not running now")
+    done = subprocess.run([path, "--show-stats", "--stats-format", "json"], capture_output=True, text=True, timeout=20, check=False)
+    return read_sccache(done.stdout)
+
+
+def read_sccache(text: str) -> LauncherFact:
+    """From ``sccache --show-stats --stats-format json``."""
+    import json
+
+    try:
+        stats = json.loads(text)["stats"]
+        hits, misses = (sum(stats[name]["counts"].values()) for name in ("cache_hits", "cache_misses"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return LauncherFact(note="it gives no statistics")
+    return LauncherFact(hits, misses)
+
+
+def cache(chosen: Settings) -> CacheFact:
+    """The build cache's directory, or the nearest one above it that is there."""
+    from ...op_builder.loader import open_cache
+
+    store = open_cache(chosen)
+    there = next(path for path in (store.root, *store.root.parents) if os.path.isdir(path))
+    system = os.statvfs(there)
+    info = store.info()
+    return CacheFact(
+        root=store.root,
+        exists=there == store.root,
+        problem=info.problem,
+        unwritable=_unwritable(there, system),
+        noexec=bool(system.f_flag & getattr(os, "ST_NOEXEC", 0)),
+        free_bytes=system.f_bavail * system.f_frsize,
+        entries=info.entries,
+        size=info.size,
+        max_size=info.max_size,
+        quarantined=info.quarantined,
+    )
+
+
+def _unwritable(directory: Path, system: os.statvfs_result) -> str:
+    if system.f_flag & os.ST_RDONLY:
+        return f"{directory} is on a read-only file system"
+    if os.access(directory, os.W_OK | os.X_OK):
+        return ""
+    seen = directory.stat()
+    return f"{directory} may not be written to (owner {seen.st_uid}, mode {seen.st_mode & 0o7777:o}, you are {os.geteuid()})"
+
+
+def locks(environ: dict[str, str] | None = None) -> tuple[LockFile, ...]:
+    """torch's own lock files. Its cpp_extension waits for one to vanish, for ever if its maker died."""
+    variables = os.environ if environ is None else environ
+    base = variables.get("TORCH_EXTENSIONS_DIR") or os.path.join(
+        variables.get("XDG_CACHE_HOME") or os.path.join(variables.get("HOME") or os.path.expanduser("~"), ".cache"), "torch_extensions"
+    )
+    paths = list(_lock_files(base, depth=2))
+    held = _open_files() if paths else frozenset()
+    now = time.time()
+    return tuple(LockFile(path, max(0.0, now - os.path.getmtime(path)), None if held is None else os.path.realpath(path) in held) for path in paths)
+
+
+def _lock_files(directory: str, depth: int) -> Iterator[str]:
+    """``<base>/<extension>/lock`` with TORCH_EXTENSIONS_DIR, ``<base>/<python and CUDA>/<extension>/lock`` without."""
+    with contextlib.suppress(OSError), os.scandir(directory) as scan:
+        for item in sorted(scan, key=lambda entry: entry.name):
+            if not item.is_dir(follow_symlinks=False) or item.name.startswith("."):
+                continue
+            if os.path.isfile(lock := os.path.join(item.path, "lock")):
+                yield lock
+            if depth > 1:
+                yield from _lock_files(item.path, depth - 1)
+
+
+def _open_files() -> frozenset[str] | None:
+    """Every file that a process of this user has open; None where /proc does not tell."""
+    if not os.path.isdir("/proc/self/fd"):
+        return None
+    found: set[str] = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
+    return frozenset(found)
+
+
+def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
+    """The libraries there are for each op and device type: compiled at install, and in the cache; each judged as the loader would."""
+    from ...op_builder import catalog, layout, loader
+    from ...op_builder.cache import read_entry
+    from ...op_builder.manifest import Host, judge
+    from ...toolchain import gpus
+
+    if found.torch is None:
+        return ()
+    seen = gpus.visible(gpus.machine().gpus, chosen.cuda_visible_devices, chosen.cuda_device_order)
+    capabilities = tuple(sorted({one.capability for one in seen}))
+    cached_ones = loader.open_cache(chosen)
+    facts: list[LibraryFact] = []
+    for spec in catalog.CATALOG:
+        for device in spec.devices:
+            host = Host(found.torch, capabilities if device == "cuda" else ())
+            entry, damage = read_entry(layout.aot_root() / f"{spec.name}-{device}")
+            if damage:
+                facts.append(LibraryFact(spec.name, device, "aot", (), damage.reason, damage.fix))
+            if entry:
+                refusal = judge(entry.manifest, host)
+                facts.append(_library(spec.name, device, "aot", entry.manifest.architectures, refusal))
+            for cached in cached_ones.candidates(f"{spec.name}-{device}"):
+                facts.append(_library(spec.name, device, "cache", cached.manifest.architectures, judge(cached.manifest, host)))
+    return tuple(facts)
+
+
+def _library(op: str, device: str, origin: str, architectures: tuple[str, ...], refusal: object) -> LibraryFact:
+    from ...op_builder.manifest import Refusal
+
+    reason, fix = (refusal.reason, refusal.fix) if isinstance(refusal, Refusal) else ("", "")
+    return LibraryFact(op, device, "aot" if origin == "aot" else "cache", architectures, reason, fix)
+
+

@@ -1,0 +1,98 @@
+"""The report, as text for people or JSON for scripts. The only place of doctor that prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from .examination import examine
+from .finding import Finding, Report, Status
+
+HELP = "Look at this machine, build a small op, run every operator against its reference, and say what is wrong and what mends it."
+JSON_HELP = "Print JSON."
+TARGET_HELP = "Judge the machine against this row of the matrix (see `flexops target list`)."
+STRICT_HELP = "Exit 1 for a warning too."
+
+_STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_VERDICTS: dict[Status, str] = {
+    "ok": "everything is in order",
+    "warn": "operators and builds work; the warnings say what could be better",
+    "fail": "operators or builds cannot work like this; the fixes above mend it",
+}
+
+Line = tuple[str, str]
+"""A line of text and its style; empty for the default one."""
+
+
+def run(target: str | None, *, as_json: bool, strict: bool) -> int:
+    """Examine, print, and return the exit status: 0 unless something failed (``strict``: or is worth a warning)."""
+    with _waiting(as_json):
+        report = examine(target)
+    with contextlib.suppress(BrokenPipeError):
+        if as_json:
+            print(json.dumps(report.as_dict(), indent=1), flush=True)
+        else:
+            _print_lines(lines(report))
+    return report.exit_code(strict=strict)
+
+
+def lines(report: Report) -> Iterator[Line]:
+    """The text report: grouped, aligned, with what is required and the mend below each finding that needs one."""
+    yield "flexops doctor" + (f", target {report.target}" if report.target else ""), "bold"
+    width = max((len(finding.id) for finding in report.findings), default=0)
+    for section in report.sections:
+        yield "", ""
+        yield section.title, "bold"
+        for finding in section.findings:
+            yield from _finding_lines(finding, width)
+    yield "", ""
+    yield _verdict(report), _STYLES[report.status]
+
+
+def _finding_lines(finding: Finding, width: int) -> Iterator[Line]:
+    yield f"  {finding.status:<4}  {finding.id:<{width}}  {finding.found}", "" if finding.status == "ok" else _STYLES[finding.status]
+    if finding.status != "ok":
+        indent = " " * (width + 10)
+        if finding.required:
+            yield f"{indent}required: {finding.required}", ""
+        if finding.fix:
+            yield f"{indent}fix: {finding.fix}", "bold"
+
+
+def _verdict(report: Report) -> str:
+    counts = {status: [one.id for one in report.findings if one.status == status] for status in ("fail", "warn")}
+    named = [f"{len(ids)} {status}: {', '.join(dict.fromkeys(ids))}" for status, ids in counts.items() if ids]
+    return f"{report.status}: {_VERDICTS[report.status]}" + (f" ({'; '.join(named)})" if named else "")
+
+
+def _print_lines(rendered: Iterator[Line]) -> None:
+    stream = sys.stdout
+    with contextlib.suppress(AttributeError, ValueError):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        print("\n".join(text for text, _ in rendered), flush=True)
+        return
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    for text, style in rendered:
+        console.print(Text(text, style=style))
+
+
+@contextlib.contextmanager
+def _waiting(as_json: bool) -> Iterator[None]:
+    """Say on a terminal that it takes a moment; nothing otherwise."""
+    stream: TextIO = sys.stderr
+    if as_json or not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    print("flexops doctor: looking, building a small op, running every operator ...", end="", file=stream, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\033[K", end="", file=stream, flush=True)
