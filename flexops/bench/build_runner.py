@@ -1,0 +1,159 @@
+"""Runs the rungs of the build ladder, each in processes and directories of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import CompileError, ToolchainError
+from ..toolchain.model import CudaToolkit, HostCompiler, Toolchain, TorchBuild
+
+OP = "adam"
+WARM_STARTS = 7
+_HERE = Path(__file__).resolve().parent
+SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conventional.cu")
+
+_Environment = Mapping[str, "str | None"]
+"""Variables for a child; None unsets."""
+
+
+class Runner:
+    """Runs single rungs in a scratch directory, with one toolchain."""
+
+    def __init__(self, tools: Toolchain, scratch: Path, one: str, everything: str) -> None:
+        if tools.cuda is None or tools.host is None or tools.torch is None:
+            raise ToolchainError("the build ladder needs torch, a C++ compiler and a CUDA toolkit", fix="flexops doctor")
+        self.cuda, self.host, self.ninja, self.launcher = tools.cuda, tools.host, tools.ninja, tools.launcher
+        self.scratch = scratch
+        self.one, self.all = one, everything
+        self.library_dir = scratch / "linker-names"
+        _linker_names(tools.cuda, tools.host, tools.torch, self.library_dir)
+        self._runs = 0
+
+    def measure(self, rung_id: str) -> float:
+        """Seconds for one rung."""
+        return {
+            "torch-baseline": lambda: self.conventional("setuptools", self.all, jobs=1),
+            "torch-ninja": lambda: self.conventional("load", self.all, jobs=1),
+            "torch-one-arch": lambda: self.conventional("load", self.one, jobs=1),
+            "torch-all-jobs": lambda: self.conventional("load", self.one, directory="torch-kept"),
+            "torch-ccache": self.conventional_ccache,
+            "torch-warm": self.conventional_warm,
+            "flexops-all-archs": lambda: self.flexops(self.all),
+            "flexops-cold": lambda: self.flexops(self.one, cache="flexops-kept"),
+            "flexops-ccache": self.flexops_ccache,
+            "flexops-warm": lambda: self.flexops_warm("seconds"),
+            "flexops-aot": lambda: float(self._flexops_child({"aot": True}, self.one, self._fresh("cache"))["seconds"]),
+            "flexops-import": lambda: self.flexops_warm("import_seconds"),
+        }[rung_id]()
+
+    # ---- the conventional side ----------------------------------------------------------------------------------------------------------
+
+    def conventional(self, mode: str, arch: str, *, jobs: int | None = None, directory: str = "", environment: _Environment | None = None) -> float:
+        place = self.scratch / directory if directory else self._fresh("torch")
+        request = {
+            "mode": mode, "sources": [str(source) for source in SOURCES], "directory": str(place),
+            "cuda_home": str(self.cuda.root), "library_dir": str(self.library_dir),
+        }  # fmt: skip
+        variables = {
+            "TORCH_CUDA_ARCH_LIST": arch, "CUDA_HOME": str(self.cuda.root), "CXX": str(self.host.path), "CC": str(self.host.path),
+            "TORCH_NO_COMPILER_WRAPPER": "1", "CCACHE_DISABLE": "1", "LD_LIBRARY_PATH": _joined(self.library_dir, os.environ.get("LD_LIBRARY_PATH")),
+            "MAX_JOBS": str(jobs) if jobs else None,
+        }  # fmt: skip
+        return float(self._child("child_conventional.py", request, {**variables, **(environment or {})})["seconds"])
+
+    def conventional_ccache(self) -> float:
+        """The second of two builds that share a compiler cache."""
+        assert self.launcher is not None
+        wrappers = self._fresh("wrappers")
+        wrappers.mkdir()
+        for name, compiler in (("c++", self.host.path), ("nvcc", self.cuda.nvcc.path)):
+            (wrappers / name).write_text(f'#!/bin/sh\nexec "{self.launcher.path}" "{compiler}" "$@"\n', encoding="utf-8")
+            (wrappers / name).chmod(0o755)
+        environment = {"CXX": str(wrappers / "c++"), "PYTORCH_NVCC": str(wrappers / "nvcc"), **self._launcher_environment("torch-ccache")}
+        place = self._fresh("torch")  # the same place twice, as in a rebuild: the directory enters ccache's hash
+        self.conventional("load", self.one, directory=place.name, environment=environment)
+        place.rename(self._fresh("torch"))
+        return self.conventional("load", self.one, directory=place.name, environment=environment)
+
+    def conventional_warm(self) -> float:
+        return statistics.median(self.conventional("load", self.one, directory="torch-kept") for _ in range(WARM_STARTS))
+
+    # ---- flexops ------------------------------------------------------------------------------------------------------------------------
+
+    def flexops(self, arch: str, *, cache: str = "", environment: _Environment | None = None) -> float:
+        place = self.scratch / cache if cache else self._fresh("cache")
+        return float(self._flexops_child({"op": OP, "device": "cuda"}, arch, place, environment)["seconds"])
+
+    def flexops_ccache(self) -> float:
+        assert self.launcher is not None
+        environment = {"FLEXOPS_COMPILER_LAUNCHER": str(self.launcher.path), **self._launcher_environment("flexops-ccache")}
+        self.flexops(self.one, environment=environment)
+        return self.flexops(self.one, environment=environment)
+
+    def flexops_warm(self, what: str) -> float:
+        """The median of several warm starts; ``what`` names the figure of the child that counts."""
+        request = {"op": OP, "device": "cuda"}
+        return statistics.median(float(self._flexops_child(request, self.one, self.scratch / "flexops-kept")[what]) for _ in range(WARM_STARTS))
+
+    def _flexops_child(self, request: dict[str, Any], arch: str, cache: Path, environment: _Environment | None = None) -> dict[str, Any]:
+        variables = {
+            "TORCH_CUDA_ARCH_LIST": arch, "FLEXOPS_CACHE_DIR": str(cache), "FLEXOPS_COMPILER_LAUNCHER": "none", "FLEXOPS_FALLBACK": "allow",
+            "FLEXOPS_JIT": "1", "FLEXOPS_LOG": "quiet", "MAX_JOBS": None, "PYTHONPATH": _joined(_HERE.parents[1], os.environ.get("PYTHONPATH")),
+        }  # fmt: skip
+        return self._child("child_flexops.py", request, {**variables, **(environment or {})})
+
+    # ---- both ---------------------------------------------------------------------------------------------------------------------------
+
+    def _launcher_environment(self, name: str) -> _Environment:
+        place = str(self.scratch / name)
+        return {"CCACHE_DIR": place, "SCCACHE_DIR": place, "CCACHE_DISABLE": None, "CCACHE_NOHASHDIR": "1"}
+
+    def _fresh(self, kind: str) -> Path:
+        self._runs += 1
+        return self.scratch / f"{kind}-{self._runs}"
+
+    def _child(self, script: str, request: dict[str, Any], variables: _Environment) -> dict[str, Any]:
+        """Run one of the child scripts; what it printed last is its result. A variable that is None is unset."""
+        environment = {**os.environ, **{name: value for name, value in variables.items() if value is not None}}
+        for name in (name for name, value in variables.items() if value is None):
+            environment.pop(name, None)
+        if self.ninja:
+            environment["PATH"] = _joined(self.ninja.path.parent, environment.get("PATH"))
+        done = subprocess.run(
+            [sys.executable, str(_HERE / script), json.dumps(request)], env=environment, cwd=self.scratch, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
+        try:
+            result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        except (IndexError, ValueError):
+            result = {"error": "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])}
+        if error := result.get("error"):
+            raise CompileError(f"a rung of the ladder failed ({script}, {request.get('mode', 'flexops')})", found=str(error), fix="flexops doctor")
+        return result
+
+
+def _joined(first: Path, rest: str | None) -> str:
+    return os.pathsep.join(filter(None, (str(first), rest)))
+
+
+def _linker_names(cuda: CudaToolkit, host: HostCompiler, torch: TorchBuild, directory: Path) -> None:
+    """What cpp_extension links with and may not be here under that name, so that the conventional side builds wherever flexops does.
+
+    The toolkits from the package index hold libcudart.so.13 but no libcudart.so; a CPU build of torch has no CUDA libraries: empty ones stand in.
+    """
+    directory.mkdir()
+    for library in [path for place in cuda.library_dirs for path in sorted(place.glob("libcudart.so*"))]:
+        for name in ("libcudart.so", library.name):
+            with suppress(FileExistsError):
+                (directory / name).symlink_to(library)
+    for name in ("libc10_cuda.so", "libtorch_cuda.so"):
+        if not (torch.library_dir / name).exists():
+            subprocess.run([str(host.path), "-shared", "-x", "c++", "/dev/null", "-o", str(directory / name)], check=True, stdin=subprocess.DEVNULL)

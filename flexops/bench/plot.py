@@ -1,0 +1,41 @@
+"""The ladder as a chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import FlexopsError
+from .build_ladder import Ladder
+from .text import duration
+
+_COLOURS = {"torch": "#9aa5b1", "flexops": "#1f6feb"}
+
+
+def save(ladder: Ladder, file: Path) -> None:
+    """Draw the measured rungs as bars on a logarithmic axis; the file's suffix chooses the format (.png, .svg, .pdf).
+
+    Raises:
+        FlexopsError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlexopsError("a chart needs matplotlib", found=str(error), fix="pip install matplotlib") from error
+    measured = [(item, item.seconds) for item in ladder.measurements if item.seconds is not None]
+    figure = Figure(figsize=(10, 0.45 * len(measured) + 1.8), layout="constrained")
+    axes = figure.add_subplot()
+    positions = range(len(measured))
+    bars = axes.barh(positions, [seconds for _, seconds in measured], color=[_COLOURS[item.rung.side] for item, _ in measured])
+    axes.bar_label(bars, labels=[duration(seconds) for _, seconds in measured], padding=4)
+    axes.set_yticks(positions, [f"{item.rung.side}: {item.rung.label}" for item, _ in measured])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.set_xlabel("seconds (logarithmic)")
+    axes.set_title(f"One CUDA op ({ladder.op}) from source to loaded, architecture {ladder.architecture}", loc="left")
+    axes.text(0, -0.22, str(ladder.machine), transform=axes.transAxes, fontsize=7, va="top", color="#57606a")
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise FlexopsError("the chart cannot be written", found=f"{file}: {error}", required="a .png, .svg or .pdf in a writable directory") from error
