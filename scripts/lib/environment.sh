@@ -1,0 +1,318 @@
+# shellcheck shell=bash disable=SC2034,SC2153,SC2154 # the parts share their variables
+# The plan, and the steps that carry it out. Each step looks first whether there is anything to do.
+
+MARKER=.flexops-setup # in the environment's directory: made by this script, with what
+
+# The environment's bin/ and, for pixi, where in the workspace the environment is.
+environment_root() { if [[ -n $USE_CONDA ]]; then conda_root; else printf '%s' "$PREFIX"; fi; }
+environment_python() { printf '%s/bin/python' "$(environment_root)"; }
+
+# judge_environment: sets ENVIRONMENT_PLAN (make | remake | keep) with its reason, and UP_TO_DATE.
+judge_environment() {
+  local digest before
+  CONDA_TOOL=''
+  [[ -z $USE_CONDA ]] || choose_conda
+  DIGEST=$(wanted_digest)
+  PIP="$(environment_python) -m pip"
+  ENVIRONMENT_PLAN=make ENVIRONMENT_REASON='' UP_TO_DATE=''
+  [[ -e $PREFIX ]] || return 0
+  if [[ ! -e $PREFIX/$MARKER ]]; then
+    [[ -z $(ls -A "$PREFIX" 2>/dev/null) ]] || die "$PREFIX exists and was not made by this script, so it is left alone" '--prefix DIR, or remove it yourself'
+    return 0
+  fi
+  before=$(marker_value kind)
+  if [[ $before != "$(environment_kind)" ]]; then
+    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON="it is of another kind (${before:-unfinished})"
+  elif [[ -z $(python_version "$(environment_python)") ]]; then
+    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON='its Python does not run'
+  else
+    ENVIRONMENT_PLAN=keep
+    digest=$(marker_value digest)
+    if [[ $digest == "$DIGEST" ]] && environment_holds; then UP_TO_DATE=yes; fi
+  fi
+}
+
+# What an environment must match to be kept: another target or Python means a new one, so that nothing of the old lingers in it.
+environment_kind() { printf '%s, Python %s%s' "$TARGET" "$PYTHON_VERSION" "${USE_CONDA:+, conda}"; }
+
+marker_value() { sed -n "s/^$1=//p" "$PREFIX/$MARKER" 2>/dev/null || true; }
+
+wanted_digest() {
+  { printf '%s\n' 1 "$TARGET" "$PYTHON_VERSION" "$USE_CONDA" "$ROOT" "${PINS[@]}" && cat pyproject.toml setup.py "envs/$TARGET.yml"; } | sha256sum | cut -d' ' -f1
+}
+
+# environment_holds: asks the environment itself whether the pins and this checkout are installed in it.
+environment_holds() {
+  local pins=("${PINS[@]}")
+  [[ -z $USE_CONDA ]] || pins=("${pins[@]/ninja==*/}") # conda's ninja is no Python package
+  [[ -x $(environment_root)/bin/flexops ]] || return 1
+  [[ $TOOLKIT_PLAN != index || -x $(wheel_toolkit)/bin/nvcc ]] || return 1
+  "$(environment_python)" "$ROOT/scripts/lib/installed.py" "$ROOT" "${pins[@]}" 2>/dev/null
+}
+
+# wheel_toolkit: where the index's toolkit lies in the environment.
+wheel_toolkit() {
+  local major=${TOOLKIT_MINOR%%.*} directory
+  for directory in "$(environment_root)"/lib/python3.*/site-packages/nvidia/cu"$major"; do
+    [[ ! -d $directory ]] || printf '%s' "$directory"
+  done
+}
+
+print_plan() {
+  local text
+  describe_machine
+  say "${BOLD}Target$PLAIN"
+  fact "$TARGET" "$TARGET_REASON"
+  [[ -z $TARGET_NOTES ]] || while read -r text; do note "$text"; done <<<"$TARGET_NOTES"
+  say "${BOLD}What will be done$PLAIN"
+  if [[ -n $UP_TO_DATE ]]; then
+    fact environment "$PREFIX is as it should be: kept"
+  else
+    plan_environment
+  fi
+  plan_launcher
+  fact settings "write $STATE/env.sh, to source; caches in $STATE/cache"
+  fact operators "compile $(operators_text) into flexops/_aot"
+  fact check "flexops doctor, then a demonstration, unless nothing has changed since the last time"
+}
+
+plan_environment() {
+  local verb=make
+  case $ENVIRONMENT_PLAN in
+    remake) verb='make anew' ;;
+    keep) verb='bring up to date' ;;
+  esac
+  fact environment "$verb $PREFIX (${USE_CONDA:+$CONDA_TOOL, envs/$TARGET.yml, }Python $PYTHON_VERSION)${ENVIRONMENT_REASON:+: $ENVIRONMENT_REASON}"
+  fact install "${PINS[*]}, flexops (editable) and what it needs${INDEX_URL:+, from $INDEX_URL}"
+  case $TOOLKIT_PLAN in
+    found) fact toolkit "use $TOOLKIT_ROOT ($TOOLKIT_VERSION)" ;;
+    index) fact toolkit "install nvcc $TOOLKIT_MINOR from the package index, into the environment" ;;
+    conda) fact toolkit "install nvcc $TOOLKIT_MINOR into the environment" ;;
+    missing) fact toolkit "none: $(where_to_get_toolkit)" ;;
+  esac
+}
+
+plan_launcher() {
+  case $LAUNCHER_PLAN in
+    found) fact 'compiler cache' "use $LAUNCHER" ;;
+    root) fact 'compiler cache' "install ccache with $(package_manager), which needs root rights$([[ -n $YES ]] || printf ' (you are asked first)')" ;;
+    none) fact 'compiler cache' 'none; everything works without, only recompiling takes longer' ;;
+  esac
+}
+
+operators_text() {
+  if [[ $TOOLKIT_PLAN == missing ]]; then
+    printf 'the CPU operators only (no toolkit for the GPU ones)'
+  elif [[ $target_accelerator == cpu ]]; then
+    printf 'the CPU operators'
+  else
+    printf 'the CPU operators and those for %s' "$target_arch_list"
+  fi
+}
+
+# Two runs at once would install into each other's environment. The lock dies with the process.
+lock_state() {
+  command -v flock >/dev/null || return 0
+  exec 9>>"$STATE/lock"
+  flock -n 9 || die 'another run of this script is at work in this checkout' 'wait for it to end'
+}
+
+# made PATH: remember that this script made it, for --uninstall.
+made() { grep -qxF -- "$1" "$STATE/made" 2>/dev/null || printf '%s\n' "$1" >>"$STATE/made"; }
+
+write_marker() { printf 'kind=%s\ndigest=%s\n' "$(environment_kind)" "$1" >"$PREFIX/$MARKER"; }
+
+make_environment() {
+  if [[ $ENVIRONMENT_PLAN == keep ]]; then
+    note "kept: $PREFIX"
+    return
+  fi
+  if [[ $ENVIRONMENT_PLAN == remake ]]; then
+    rm -rf -- "$PREFIX"
+  fi
+  if [[ -n $USE_CONDA ]]; then
+    make_conda_environment
+  else
+    mkdir -p "$PREFIX"
+    made "$PREFIX"
+    write_marker unfinished
+    "$PYTHON" -m venv "$PREFIX"
+  fi
+}
+
+install_pins() {
+  if [[ -n $UP_TO_DATE ]]; then
+    note "there: ${PINS[*]}"
+    return
+  fi
+  warn_if_space_is_short
+  local index=()
+  if [[ -n $target_index ]]; then
+    if index_answers "$target_index"; then
+      index=(--extra-index-url "$target_index")
+    elif [[ $target_index_required == true ]]; then
+      die "$target_index does not answer, and only it has the wheels of $TARGET" 'check the network or the proxy settings, then run the same command again'
+    else
+      note "$target_index does not answer; going on with the default index"
+    fi
+  fi
+  # torch works without numpy, but warns; setuptools builds flexops.
+  pip_install "${PINS[@]}" numpy 'setuptools>=77' ${index[@]+"${index[@]}"} || {
+    [[ ${#index[@]} -gt 0 && $target_index_required != true ]] || return 1
+    note "that did not work with $target_index; trying without it"
+    pip_install "${PINS[@]}" numpy 'setuptools>=77'
+  }
+}
+
+pip_install() {
+  local arguments=(--disable-pip-version-check --no-input)
+  on_terminal || arguments+=(--quiet --progress-bar off)
+  [[ -z $INDEX_URL ]] || arguments+=(--index-url "$INDEX_URL")
+  note "pip install $*"
+  "$(environment_python)" -m pip install "${arguments[@]}" "$@"
+}
+
+# index_answers URL: tried briefly, because an index that does not answer would cost pip minutes.
+index_answers() {
+  "$BOOT_PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=4)' "$1" 2>/dev/null
+}
+
+warn_if_space_is_short() {
+  local needed=3 free
+  [[ $target_accelerator == cpu ]] || needed=10
+  free=$(($(df -Pk "$PREFIX" | awk 'NR == 2 { print $4 }') / 1024 / 1024))
+  ((free >= needed)) || warn "$free GiB are free at $PREFIX; this target takes up to $needed GiB"
+}
+
+install_flexops() {
+  if [[ -n $UP_TO_DATE ]]; then
+    note "there: $ROOT, editable"
+    return
+  fi
+  [[ -e $ROOT/flexops.egg-info ]] || made "$ROOT/flexops.egg-info"
+  FLEXOPS_AOT='' pip_install --no-build-isolation --editable "$ROOT"
+  environment_holds || die 'pip ended well, but the environment does not hold what was asked for' "rm -rf $PREFIX, then run the same command again"
+  write_marker "$DIGEST"
+}
+
+install_launcher() {
+  if [[ $LAUNCHER_PLAN == found ]]; then
+    note "there: $LAUNCHER"
+  elif [[ $LAUNCHER_PLAN == root ]] && may_use_root; then
+    install_ccache || warn 'ccache could not be installed; going on without it'
+    LAUNCHER=$(command -v ccache || true)
+  else
+    note "none; with one, recompiling is quicker: ${NO_ROOT:+(--no-root) }install ccache, then run this again"
+  fi
+}
+
+may_use_root() {
+  if [[ -n $YES ]]; then return 0; fi
+  on_terminal && ask "  Install ccache with $(package_manager), using root rights?" n
+}
+
+install_ccache() {
+  mkdir -p "$STATE"
+  case $(package_manager) in
+    apt-get) with_root apt-get install -y -q ccache || { with_root apt-get update -q && with_root apt-get install -y -q ccache; } ;;
+    dnf) with_root dnf install -y ccache ;;
+    zypper) with_root zypper --non-interactive install ccache ;;
+    pacman) with_root pacman -S --noconfirm ccache ;;
+  esac >/dev/null && printf 'ccache\n' >>"$STATE/packages"
+}
+
+with_root() {
+  local sudo=()
+  if [[ $(id -u) -ne 0 ]]; then
+    sudo=(sudo)
+    on_terminal || sudo=(sudo -n) # nobody is there to type a password
+  fi
+  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive "$@"
+}
+
+# in_environment COMMAND...: as someone who has sourced .flexops/env.sh.
+in_environment() {
+  (
+    set +eu
+    # shellcheck source=/dev/null
+    source "$STATE/env.sh"
+    set -eu
+    "$@"
+  )
+}
+
+build_operators() {
+  local target=$TARGET
+  if [[ $TOOLKIT_PLAN == missing ]]; then
+    warn "no GPU operators for $TARGET: $(where_to_get_toolkit)"
+    target=cpu
+  fi
+  [[ -e $ROOT/flexops/_aot ]] || made "$ROOT/flexops/_aot"
+  in_environment flexops build --target "$target" --out "$ROOT/flexops/_aot"
+}
+
+run_doctor() {
+  if [[ $TOOLKIT_PLAN == missing ]]; then
+    in_environment flexops doctor
+  else
+    in_environment flexops doctor --target "$TARGET"
+  fi
+}
+
+# checked_digest: of all that a check depends on: the environment, this machine, the sources, the compiled operators.
+checked_digest() {
+  {
+    printf '%s\n' "$DIGEST" "$TOOLKIT_PLAN" "$tool_gpu" "$tool_driver" "$tool_host_version"
+    cat "$STATE/env.sh"
+    find flexops csrc -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d' ' -f1
+}
+
+is_checked() { [[ -e $STATE/checked && $(<"$STATE/checked") == "$(checked_digest)" ]]; }
+
+remember_check() {
+  replace_file "$STATE/checked" "$(checked_digest)"
+  replace_file "$STATE/checked.date" "$(date '+%Y-%m-%d %H:%M')"
+}
+
+run_demo() { in_environment python -m flexops.demo; }
+
+print_summary() {
+  printf '\n%sDone%s in %d s: %s in %s\n' "$BOLD" "$PLAIN" "$1" "$TARGET" "$PREFIX"
+  [[ $TOOLKIT_PLAN != missing ]] || warn "GPU operators run as plain PyTorch until there is a toolkit: $(where_to_get_toolkit)"
+  cat <<'TEXT'
+  source .flexops/env.sh      use it, in this and every new shell; flexops_env_undo takes it back
+  flexops doctor              check again at any time
+  bash scripts/run_tests.sh   the tests
+TEXT
+}
+
+choose_conda() {
+  local name
+  for name in mamba conda micromamba pixi; do
+    if command -v "$name" >/dev/null; then
+      CONDA_TOOL=$name
+      return
+    fi
+  done
+  die 'none of mamba, conda, micromamba and pixi was found' 'install one (https://github.com/conda-forge/miniforge), or leave --conda away'
+}
+
+conda_root() {
+  if [[ $CONDA_TOOL == pixi ]]; then printf '%s/.pixi/envs/default' "$PREFIX"; else printf '%s' "$PREFIX"; fi
+}
+
+make_conda_environment() {
+  local file=$ROOT/envs/$TARGET.yml
+  export CONDA_ALWAYS_YES=true MAMBA_ALWAYS_YES=true
+  made "$PREFIX"
+  case $CONDA_TOOL in
+    micromamba) micromamba create -p "$PREFIX" -f "$file" ;;
+    pixi)
+      pixi init --import "$file" "$PREFIX"
+      pixi install --manifest-path "$PREFIX/pixi.toml"
+      ;;
+    *) "$CONDA_TOOL" env create -p "$PREFIX" -f "$file" ;;
+  esac
+  write_marker unfinished
+}

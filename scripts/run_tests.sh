@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Runs the test suite, and sets up what it needs itself: .test-env with the pinned torch (CPU; on a machine with a GPU that GPU's), an nvcc from the
+# package index, and tests/requirements.txt. Arguments go to pytest: `bash scripts/run_tests.sh tests/unit -k cache`.
+#   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
+#   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
+#   FLEXOPS_TEST_REQUIRE=1     what is missing on this machine fails instead of being skipped (the default where CI=true)
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+STATE=$ROOT/.flexops
+# shellcheck source=scripts/lib/ui.sh
+source "$ROOT/scripts/lib/ui.sh"
+# shellcheck source=scripts/lib/python.sh
+source "$ROOT/scripts/lib/python.sh"
+# shellcheck source=scripts/lib/machine.sh
+source "$ROOT/scripts/lib/machine.sh"
+# shellcheck source=scripts/lib/environment.sh
+source "$ROOT/scripts/lib/environment.sh"
+# shellcheck source=scripts/lib/activation.sh
+source "$ROOT/scripts/lib/activation.sh"
+
+TARGET=${FLEXOPS_TEST_TARGET:-} PREFIX=${FLEXOPS_TEST_ENV:-$ROOT/.test-env}
+USE_CONDA='' ASKED_PYTHON='' INDEX_URL='' TOOLKIT=index YES=yes NO_ROOT=''
+
+made() { :; } # the setup script's --uninstall is not for what this one makes
+
+prepare() {
+  local again='then run the same command again'
+  leave_own_environment
+  any_python || die 'no Python 3.10 or newer was found' 'apt-get install python3 python3-venv'
+  choose_target
+  look_for_tools
+  choose_toolkit
+  [[ $target_accelerator != cpu ]] || PINS+=("$(any_nvcc)")
+  choose_python
+  choose_launcher
+  judge_environment
+  STEP=''
+  if [[ -n $UP_TO_DATE ]] && has_test_requirements; then
+    say "test environment: $PREFIX, $TARGET, up to date"
+    return
+  fi
+  step "make the test environment $PREFIX" "see the message above; $again" make_environment
+  step "install the pinned packages" "check the network and \`$PIP config list\`; $again" install_pins
+  step "install what the tests need" "check the network; $again" pip_install -r tests/requirements.txt
+  step "install flexops" "see pip's message above; $again" install_flexops
+  cp tests/requirements.txt "$PREFIX/tests-requirements.txt"
+}
+
+# A torch without CUDA compiles CUDA operators with any nvcc; the package index has this one.
+any_nvcc() { matrix show cu130-sm90 --field requirements | tr ' ' '\n' | grep '^cuda-toolkit'; }
+
+has_test_requirements() { cmp -s tests/requirements.txt "$PREFIX/tests-requirements.txt"; }
+
+# The tests of compiler caches need one; only root installs it unasked, in a container as a rule.
+install_test_launcher() {
+  if [[ $LAUNCHER_PLAN == root && $(id -u) -eq 0 ]]; then
+    step 'install ccache' 'the tests that need it are skipped without it' install_launcher
+  fi
+}
+
+run_pytest() {
+  local status=0 log
+  log=$(mktemp)
+  [[ ${CI:-} != true ]] || export FLEXOPS_TEST_REQUIRE=${FLEXOPS_TEST_REQUIRE:-1}
+  export VIRTUAL_ENV=$PREFIX PATH="$PREFIX/bin:$PATH"
+  "$PREFIX/bin/python" -m pytest "$@" 2>&1 | tee "$log" || status=$?
+  printf '\npytest: %s\n' "$(tail -n 1 "$log" | sed 's/^=* *//; s/ *=*$//')"
+  rm -f "$log"
+  FAILURE_TOLD=yes # by pytest
+  return "$status"
+}
+
+main() {
+  watch_failures
+  cd "$ROOT"
+  if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set -e/{/^set -e/d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    return
+  fi
+  prepare
+  install_test_launcher
+  run_pytest "$@"
+}
+
+main "$@"

@@ -1,0 +1,72 @@
+"""Builds something in a process of its own, without torch, and prints what came of it.
+
+Request: ``folder`` (of a ``tiny_plan``) or ``csrc`` and ``device`` (the small op); ``compiler``; ``die``: ``before-publish`` or ``after-publish``, for
+a SIGKILL there.
+"""
+
+# ruff: noqa: E402 - paths and stand-ins come before the imports that need them
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.modules["torch"] = None  # type: ignore[assignment]  # builds need torch's files, not torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from builds import SQUARE, tiny_plan
+
+from flexops import settings
+from flexops.errors import FlexopsError
+from flexops.op_builder import builder, layout, loader
+from flexops.op_builder.cache import BuildCache
+from flexops.op_builder.plan import BuildPlan
+
+
+def plan_of(request: dict[str, Any]) -> BuildPlan:
+    if "folder" in request:
+        return tiny_plan(Path(request["folder"]), compiler=request.get("compiler", "g++"))
+    layout.csrc_root = lambda: Path(request["csrc"])
+    chosen = settings.current()
+    return loader.local_plan(SQUARE, request["device"], replace(chosen, arch_list=request.get("arch") or chosen.arch_list))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prepare_death(moment: str) -> None:
+    original = BuildCache._place
+
+    def place(self: BuildCache, *arguments: Any) -> Any:
+        if moment == "before-publish":
+            die()
+        original(self, *arguments)
+        die()
+
+    BuildCache._place = place  # type: ignore[method-assign]
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    if request.get("die"):
+        prepare_death(request["die"])
+    try:
+        plan = plan_of(request)
+        result = builder.obtain([plan], loader.open_cache(settings.current()))[0]
+        entry = result.require()
+        said: dict[str, Any] = {
+            "library": str(entry.library), "cached": result.cached, "architectures": entry.manifest.architectures, "memory": plan.memory_bytes,
+            "headers": sorted(entry.manifest.files),
+        }  # fmt: skip
+    except FlexopsError as error:
+        said = {"error": str(error), "kind": type(error).__name__, "fix": error.fix, "log": str(getattr(error, "log", None) or "")}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

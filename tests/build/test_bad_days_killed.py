@@ -1,0 +1,208 @@
+"""Bad days: builds that are killed, interrupted, or asked for by many at once. Whatever happens, the next one is right and does not hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builds import CHILDREN, answer, child_environment, finish_child, run_child, runs, start_child, tiny_plan, watched_compiler
+
+from flexops.toolchain.model import HostCompiler
+
+assert CHILDREN.is_dir()
+
+
+class Case:
+    """A tiny plan, a compiler that can be made to wait, and a cache of its own."""
+
+    def __init__(self, folder: Path, compiler: str) -> None:
+        self.cache = folder / "cache"
+        self.watched = folder / "watched"
+        self.compiler = watched_compiler(self.watched, compiler)
+        self.request = {"folder": str(folder / "tiny"), "compiler": str(self.compiler)}
+        tiny_plan(folder / "tiny")
+        self.environment = child_environment(FLEXOPS_CACHE_DIR=str(self.cache), FLEXOPS_COMPILER_LAUNCHER="none")
+
+    def start(self, **more: Any) -> Any:
+        return start_child("obtain.py", {**self.request, **more}, self.environment)
+
+    def build(self) -> dict[str, Any]:
+        return run_child("obtain.py", self.request, self.environment)
+
+    def hang(self, kind: str) -> None:
+        (self.watched / f"hang-{kind}").write_text("")
+
+    def release(self, kind: str) -> None:
+        (self.watched / f"hang-{kind}").unlink(missing_ok=True)
+
+    def wait_until_hanging(self, kind: str) -> None:
+        wait_for((self.watched / f"waiting-{kind}").exists)
+
+    def age_leftovers(self) -> list[Path]:
+        left = list((self.cache / ".tmp").iterdir())
+        for path in left:
+            os.utime(path, (time.time() - 3600,) * 2)
+        return left
+
+
+@pytest.fixture
+def case(tmp_path: Path, host_compiler: HostCompiler) -> Any:
+    made = Case(tmp_path, str(host_compiler.path))
+    yield made
+    made.release("compile")
+    made.release("link")
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            children = [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["compile", "link"])
+def test_killed_while_it_compiles_or_links(case: Case, kind: str) -> None:
+    case.hang(kind)
+    victim = case.start()
+    case.wait_until_hanging(kind)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    case.release(kind)
+    left = case.age_leftovers()
+    assert left, "a killed process cannot clean up"
+    result = case.build()
+    assert not result["cached"]
+    assert answer(Path(result["library"])) == 42
+    assert not list((case.cache / ".tmp").iterdir()), "what the dead left is swept"
+    assert case.build()["cached"]
+
+
+@pytest.mark.parametrize("moment", ["before-publish", "after-publish"])
+def test_killed_around_the_rename(case: Case, moment: str) -> None:
+    victim = case.start(die=moment)
+    victim.communicate(timeout=60)
+    assert victim.returncode == -signal.SIGKILL
+    case.age_leftovers()
+    result = case.build()
+    assert answer(Path(result["library"])) == 42
+    assert not list((case.cache / ".tmp").iterdir())
+    assert case.build()["cached"]
+
+
+def test_killed_at_every_single_step(case: Case, tmp_path: Path) -> None:
+    """At each file opened for writing, directory made, rename, lock and process started: nothing that harms the next build."""
+    result = run_child("die_everywhere.py", {"folder": case.request["folder"], "cache": str(tmp_path / "other")}, case.environment, timeout=300)
+    assert result["places"] > 20
+    assert result["wrong"] == []
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["Ctrl-C on a terminal", "SIGINT to the process"])
+def test_interrupted(case: Case, group: bool) -> None:
+    case.hang("compile")
+    victim = start_child("obtain.py", case.request, case.environment, start_new_session=True)
+    case.wait_until_hanging("compile")
+    started = descendants(victim.pid)
+    assert started
+    (os.killpg if group else os.kill)(victim.pid, signal.SIGINT)
+    said = victim.communicate(timeout=30)
+    assert victim.returncode != 0
+    assert "KeyboardInterrupt" in said[1]
+    assert not list((case.cache / ".tmp").iterdir()), "an interrupted build cleans up"
+    wait_for(lambda: not any(running(pid) for pid in started), 10)
+    case.release("compile")
+    assert answer(Path(case.build()["library"])) == 42
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_eight_processes_build_once(case: Case) -> None:
+    case.hang("compile")
+    children = [case.start() for _ in range(8)]
+    case.wait_until_hanging("compile")
+    time.sleep(0.5)  # the others arrive and wait
+    case.release("compile")
+    results = [finish_child(child) for child in children]
+    assert len({result["library"] for result in results}) == 1
+    assert sum(not result["cached"] for result in results) == 1
+    assert runs(case.watched) == ["compile", "link"]
+    assert answer(Path(results[0]["library"])) == 42
+
+
+def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
+    case.hang("compile")
+    children = [case.start() for _ in range(8)]
+    case.wait_until_hanging("compile")
+    builder = next(child for child in children if any("ninja" in command_line(pid) for pid in descendants(child.pid)))
+    builder.send_signal(signal.SIGKILL)
+    builder.communicate()
+    case.release("compile")
+    results = [finish_child(child) for child in children if child is not builder]
+    assert len({result["library"] for result in results}) == 1
+    assert answer(Path(results[0]["library"])) == 42
+    assert runs(case.watched).count("compile") == 2, "the dead one's, and one other's"
+
+
+def test_eight_processes_without_locks(case: Case, tmp_path: Path) -> None:
+    """Where the file system refuses locks (here: a directory in each lock's place) the rename alone keeps entries whole."""
+    locks = case.cache / ".locks"
+    locks.mkdir(parents=True)
+    name = finish_child(case.start())["library"].split("/")[-3]
+    made = list(locks.iterdir())
+    assert [path.name.startswith(name) for path in made] == [True]
+    made[0].unlink()
+    made[0].mkdir()
+    for path in (case.cache / name).iterdir():
+        path.rename(tmp_path / path.name)
+    children = [case.start() for _ in range(8)]
+    results = [finish_child(child) for child in children]
+    assert len({result["library"] for result in results}) == 1
+    assert answer(Path(results[0]["library"])) == 42
+    assert not list((case.cache / ".tmp").iterdir())
+
+
+def test_a_failure_is_taken_over_by_those_who_waited(case: Case, tmp_path: Path) -> None:
+    tiny_plan(tmp_path / "tiny", source='#include "tiny.h"\nint broken = nothing_of_that_name;\n')
+    case.hang("compile")
+    children = [case.start() for _ in range(4)]
+    case.wait_until_hanging("compile")
+    time.sleep(0.5)
+    case.release("compile")
+    results = [finish_child(child) for child in children]
+    assert runs(case.watched) == ["compile"], "compiled, and failed, once"
+    for result in results:
+        assert result["kind"] == "CompileError"
+        assert "tiny.cpp:2" in result["error"]
+        assert Path(result["log"]).read_text().count("nothing_of_that_name") >= 1
+    time.sleep(0.05)
+    assert case.build()["kind"] == "CompileError"
+    assert runs(case.watched) == ["compile", "compile"], "asked again later, it is tried again"
+    tiny_plan(tmp_path / "tiny", source='extern "C" int answer() { return 43; }\n')
+    assert answer(Path(case.build()["library"])) == 43

@@ -1,0 +1,344 @@
+"""scripts/setup_cuda_dev_environment.sh: in a copy of the checkout, with a Python whose pip only pretends; one slow test does it for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "scripts/setup_cuda_dev_environment.sh"
+
+# Stands for the Python that the script is told to use: real, but for making environments.
+FAKE_PYTHON = """#!/bin/sh
+if [ "$1 $2" = "-m venv" ]; then
+  mkdir -p "$3/bin"
+  cp "{tools}/environment-python" "$3/bin/python"
+  exit 0
+fi
+exec {python} "$@"
+"""
+# Stands for the environment's Python: real, but for installing and for what needs what would be installed.
+FAKE_ENVIRONMENT_PYTHON = """#!/bin/sh
+prefix=$(cd "$(dirname "$0")/.." && pwd)
+case "$*" in
+  *"pip install"*)
+    echo "pip $*" >>"{log}"
+    if [ -e "{tools}/pip-fails" ]; then echo "ERROR: no such index" >&2; exit 1; fi
+    cp "{tools}/flexops" "$prefix/bin/flexops"
+    touch "$prefix/installed" ;;
+  *installed.py*) test -e "$prefix/installed" ;;
+  *flexops.demo*) echo demo >>"{log}" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+FAKE_FLEXOPS = """#!/bin/sh
+echo "flexops $* [$TORCH_CUDA_ARCH_LIST]" >>"{log}"
+while [ $# -gt 0 ]; do
+  if [ "$1" = --out ]; then mkdir -p "$2/adam-cpu"; fi
+  shift
+done
+"""
+# conda, mamba and micromamba: ... create -p PREFIX -f FILE; pixi: init --import FILE DIR, install --manifest-path
+FAKE_CONDA = """#!/bin/sh
+echo "$(basename "$0") $*" >>"{log}"
+prefix=
+while [ $# -gt 0 ]; do
+  case $1 in
+    -p) prefix=$2 ;;
+    --manifest-path) prefix=$(dirname "$2")/.pixi/envs/default ;;
+  esac
+  shift
+done
+if [ -n "$prefix" ]; then mkdir -p "$prefix/bin" && cp "{tools}/environment-python" "$prefix/bin/python"; fi
+"""
+FAKE_APT = """#!/bin/sh
+echo "apt-get $*" >>"{log}"
+"""
+
+
+@dataclass
+class Checkout:
+    """A copy of the checkout, and what runs the script in it."""
+
+    root: Path
+    tools: Path
+    log: Path
+    path: str = os.environ["PATH"]
+
+    def run(self, *arguments: str, fake: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+        python = ["--python", str(self.tools / "python")] if fake else []
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA"))}
+        command = ["bash", SCRIPT, *arguments, *python]
+        return subprocess.run(
+            command, cwd=self.root, env={**clean, "PATH": self.path, **environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def files(self) -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in self.root.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+    def tool(self, name: str, text: str) -> None:
+        path = self.tools / name
+        path.write_text(text.format(log=self.log, tools=self.tools, python=sys.executable))
+        path.chmod(0o755)
+
+    def without(self, *hidden: str) -> None:
+        """Only the system's programs, less these, and our tools before them."""
+        system = self.tools / "system"
+        system.mkdir()
+        for directory in ("/bin", "/usr/bin"):
+            for program in Path(directory).iterdir():
+                if program.name not in hidden and not (system / program.name).exists():
+                    (system / program.name).symlink_to(program)
+        self.tool("python3", '#!/bin/sh\nexec {python} "$@"\n')  # not the system's, beside which hidden programs would be found
+        self.path = f"{self.tools}:{system}"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    root = tmp_path / "a checkout"
+    for name in ("scripts", "flexops", "envs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot", "ops", "bench"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, root / name)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    made = Checkout(root, tools, tmp_path / "log")
+    made.tool("python", FAKE_PYTHON)
+    made.tool("environment-python", FAKE_ENVIRONMENT_PYTHON)
+    made.tool("flexops", FAKE_FLEXOPS)
+    return made
+
+
+def test_help_names_every_option(checkout: Checkout) -> None:
+    done = checkout.run("--help", fake=False)
+    assert done.returncode == 0
+    for option in ("--target", "--prefix", "--conda", "--yes", "--no-root", "--dry-run", "--print-env", "--uninstall"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--targte", "cpu"], "there is no option --targte"),
+        (["--target"], "needs a value"),
+        (["--target", "--yes"], "needs a value"),
+        (["--toolkit", "x"], "auto, index or system"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_way_to_help(checkout: Checkout, arguments: list[str], said: str) -> None:
+    done = checkout.run(*arguments, fake=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "--help" in done.stderr
+
+
+def test_an_unknown_target_names_those_there_are(checkout: Checkout) -> None:
+    done = checkout.run("--target", "cu999-sm1")
+    assert done.returncode == 1
+    assert "cu130-sm90" in done.stderr
+    assert "mend:" in done.stderr
+
+
+def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
+    before = checkout.files()
+    done = checkout.run("--dry-run", "--target=cu130-sm90", "--toolkit=index")
+    assert done.returncode == 0, done.stderr
+    for text in ("torch==2.14.1", "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", "9.0", "flexops/_aot", ".flexops/env.sh", "doctor"):
+        assert text in done.stdout
+    assert checkout.files() == before
+    assert checkout.calls == []
+
+
+def test_where_no_nvcc_can_be_had_it_says_where_one_comes_from(checkout: Checkout) -> None:
+    done = checkout.run("--dry-run", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stderr
+    if "none that matches the target" in done.stdout:
+        assert "cuda-nvcc=12.1" in done.stdout
+        assert "nvidia/cuda:12.1.1-devel" in done.stdout
+        assert "the CPU operators only" in done.stdout
+
+
+def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) -> None:
+    first = checkout.run("--yes", "--no-root", "--target", "cpu", PIP_INDEX_URL="https://index.invalid/simple")
+    assert first.returncode == 0, first.stdout + first.stderr
+    pins, flexops, build, doctor, demo = checkout.calls
+    assert "torch==2.13.0 ninja==" in pins
+    assert "index.invalid" not in pins  # pip reads its own settings
+    assert f"--no-build-isolation --editable {checkout.root}" in flexops
+    assert build.startswith("flexops build --target cpu --out")
+    assert doctor.startswith("flexops doctor --target cpu")
+    assert demo == "demo"
+    assert "Done" in first.stdout
+
+    before = checkout.files()
+    second = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "kept" in second.stdout
+    assert [call.split()[1] for call in checkout.calls[5:]] == ["build"]  # which finds everything there
+    assert "checked on" in second.stdout
+    assert checkout.files() == before
+
+    (checkout.root / "flexops" / "errors.py").open("a").write("\n")
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    assert checkout.calls[-1] == "demo"  # sources have changed: checked again
+
+    third = checkout.run("--dry-run")  # without --target: what the environment was made for, not what a GPU would suggest
+    assert "was made for" in third.stdout
+
+
+def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
+    done = checkout.run("--yes", "--no-root", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stdout + done.stderr
+    build = checkout.calls[2]
+    assert build.endswith("[8.9]")
+    if "no GPU operators" in done.stderr:
+        assert "--target cpu" in build  # the CPU operators still are
+
+
+def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout: Checkout) -> None:
+    (checkout.tools / "pip-fails").touch()
+    failed = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert failed.returncode != 0
+    assert "no such index" in failed.stderr
+    assert 'step "install the pinned packages"' in failed.stderr
+    assert "mend: check the network" in failed.stderr
+    (checkout.tools / "pip-fails").unlink()
+    done = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    left_over = checkout.root / ".venv" / "left-over"
+    left_over.touch()
+    assert checkout.run("--yes", "--no-root", "--target", "cu121-sm90").returncode == 0
+    assert not left_over.exists()
+
+
+def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> None:
+    mine = checkout.root / "mine" / "file"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    done = checkout.run("--yes", "--target", "cpu", "--prefix", "mine")
+    assert done.returncode == 1
+    assert "was not made by this script" in done.stderr
+    assert mine.read_text() == "precious"
+
+
+def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> None:
+    before = checkout.files()
+    assert checkout.run("--yes", "--no-root", "--target", "cpu", "--prefix", "env").returncode == 0
+    (checkout.root / "mine").write_text("precious")
+    (checkout.root / ".flexops" / "images").mkdir()
+    (checkout.root / ".flexops" / "images" / "log").write_text("another program's")
+    shown = checkout.run("--uninstall", "--dry-run", fake=False)
+    assert str(checkout.root / "env") in shown.stdout
+    assert (checkout.root / "env").exists()
+    done = checkout.run("--uninstall", "--yes", fake=False)
+    assert done.returncode == 0, done.stderr
+    assert checkout.files() == {**before, str(checkout.root / "mine"): b"precious", str(checkout.root / ".flexops/images/log"): b"another program's"}
+    assert "nothing to remove" in checkout.run("--uninstall", fake=False).stdout
+
+
+def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout: Checkout) -> None:
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    shutil.rmtree(checkout.root / ".venv")
+    (checkout.root / ".venv").mkdir()
+    (checkout.root / ".venv" / "file").touch()
+    assert checkout.run("--uninstall", "--yes", fake=False).returncode == 0
+    assert (checkout.root / ".venv" / "file").exists()
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash", "zsh"])
+def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    text = checkout.run("--print-env", "--target", "cu130-sm90", "--toolkit", "index", "--prefix", "it's an env").stdout
+    assert not (checkout.root / ".flexops").exists()
+    file = checkout.root / "env.sh"
+    file.write_text(text)
+    program = f"""
+      set -u
+      export MAX_JOBS=1 CUDA_HOME=/mine
+      env | sort >before
+      . {_quoted(file)}; . {_quoted(file)}
+      env | sort >within
+      flexops_env_undo
+      env | sort >after
+    """
+    subprocess.run([shell, "-c", program], cwd=checkout.root, check=True)
+    before, within, after = ((checkout.root / name).read_text() for name in ("before", "within", "after"))
+    assert before == after
+    assert "TORCH_CUDA_ARCH_LIST=9.0\n" in within
+    assert f"CUDA_HOME={checkout.root}/.flexops/cuda\n" in within
+    assert "MAX_JOBS=1\n" in within  # what the user has set stays
+    assert f"PATH={checkout.root}/it's an env/bin:" in within
+
+
+def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
+    checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
+    checkout.tool("apt-get", FAKE_APT)
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    assert checkout.run("--target", "cpu").returncode == 0  # nobody there to ask
+    assert not [call for call in checkout.calls if call.startswith("apt-get")]
+    assert checkout.run("--yes", "--target", "cpu").returncode == 0
+    may = os.geteuid() == 0  # without sudo, only root can
+    assert bool([call for call in checkout.calls if call == "apt-get install -y -q ccache"]) == may
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        ("conda", "conda env create -p {prefix} -f {root}/envs/cpu.yml"),
+        ("mamba", "mamba env create -p {prefix} -f {root}/envs/cpu.yml"),
+        ("micromamba", "micromamba create -p {prefix} -f {root}/envs/cpu.yml"),
+        ("pixi", "pixi init --import {root}/envs/cpu.yml {prefix}"),
+    ],
+)
+def test_conda_makes_the_environment_from_envs(checkout: Checkout, tool: str, expected: str) -> None:
+    checkout.without("conda", "mamba", "micromamba", "pixi")
+    checkout.tool(tool, FAKE_CONDA)
+    done = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.calls[0] == expected.format(prefix=checkout.root / ".venv", root=checkout.root)
+    assert "CONDA_PREFIX" in (checkout.root / ".flexops" / "env.sh").read_text()
+    again = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len([call for call in checkout.calls if call.startswith(tool)]) == (2 if tool == "pixi" else 1)
+
+
+def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
+    checkout.without("conda", "mamba", "micromamba", "pixi")
+    done = checkout.run("--conda", "--target", "cpu", fake=False)
+    assert done.returncode == 1
+    assert "miniforge" in done.stderr
+
+
+@pytest.mark.slow
+def test_for_real(checkout: Checkout) -> None:
+    """The README's first command, from nothing to a checked environment; takes minutes, and torch's wheel from the package index."""
+    for name in ("flexops", "csrc"):
+        shutil.rmtree(checkout.root / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, checkout.root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout.root / name)
+    done = checkout.run("--yes", "--no-root", "--target", "cpu", fake=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((checkout.root / "flexops" / "_aot").glob("*/*.so"))
+    again = checkout.run("--yes", "--no-root", "--target", "cpu", fake=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "is as it should be" in again.stdout
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "'\\''") + "'"

@@ -1,0 +1,112 @@
+"""What all tests share: a build cache of their own, a clean environment, and one way to say that this machine lacks something.
+
+A test never skips by itself. It asks ``require(...)`` or a fixture below for what it needs. Missing, that is a skip which names the way to get it,
+and a failure where ``FLEXOPS_TEST_REQUIRE=1`` (CI sets it): there the suite's essential parts must run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Require = Callable[[object, str, str], None]
+
+_CLEARED = ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "NVCC_THREADS", "TORCH_EXTENSIONS_DIR")
+_KEPT_PREFIX = "FLEXOPS_TEST_"
+_missing: dict[str, str] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything reads the settings: only what the tests set counts, and nothing of the user's cache is used or changed."""
+    for name in list(os.environ):
+        if name in _CLEARED or (name.startswith("FLEXOPS_") and not name.startswith(_KEPT_PREFIX)):
+            del os.environ[name]
+    kept = os.environ.get("FLEXOPS_TEST_CACHE")  # for working on one test: what it compiles is found again in the next run
+    cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
+    os.environ["FLEXOPS_CACHE_DIR"] = cache
+    if not kept:
+        config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` run wherever there is one; they are never essential, because most machines have none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _gpu():
+        _missing["a GPU"] = "bash scripts/run_tests.sh -m gpu, on a machine with one"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Skips are easily overlooked: say once more what was not tested, and how to get there."""
+    for what, how in _missing.items():
+        terminalreporter.write_line(f"NOT TESTED for want of {what}: {how}", yellow=True)
+
+
+def _require(there: object, what: str, how: str) -> None:
+    if there:
+        return
+    if os.environ.get("FLEXOPS_TEST_REQUIRE") == "1":
+        pytest.fail(f"this machine must have {what}: {how}", pytrace=False)
+    _missing[what] = how
+    pytest.skip(f"needs {what}: {how}")
+
+
+def _gpu() -> bool:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return False
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def require() -> Require:
+    """``require(thing, "what it is", "how to get it")``: skips the test if there is no such thing, or fails it where CI demands it."""
+    return _require
+
+
+@pytest.fixture(scope="session")
+def nvcc_toolkit() -> object:
+    """The CUDA toolkit that discovery picks (a ``CudaToolkit``); no GPU is needed to compile."""
+    from flexops import settings, toolchain
+
+    found = toolchain.discover(settings.current(), device="cuda").cuda
+    _require(found, "an nvcc", 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", or run scripts/run_tests.sh, which does')
+    return found
+
+
+@pytest.fixture(scope="session")
+def host_compiler() -> object:
+    """The C++ compiler that discovery picks (a ``HostCompiler``)."""
+    from flexops import settings, toolchain
+
+    found = toolchain.discover(settings.current(), device="cpu").host
+    _require(found, "a C++ compiler", "apt-get install g++")
+    return found
+
+
+@pytest.fixture(scope="session")
+def ccache() -> Path:
+    """The path of ccache."""
+    found = shutil.which("ccache")
+    _require(found, "ccache", "apt-get install ccache")
+    return Path(str(found))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty build cache for this test alone, also for the processes that it starts; ``settings.current()`` sees it."""
+    from flexops import settings
+
+    directory = tmp_path / "flexops-cache"
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(directory))
+    settings.current.cache_clear()
+    yield directory
+    monkeypatch.undo()
+    settings.current.cache_clear()
