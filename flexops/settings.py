@@ -22,7 +22,7 @@ Precompile = Literal["auto", "0", "1"]
 CpuIsa = Literal["baseline", "avx2", "avx512"]
 AotDevice = Literal["cpu", "cuda"]
 
-_DEFAULT_CACHE_SIZE = "5G"
+_DEFAULT_CACHE_BYTES = 5 * 2**30
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -88,12 +88,12 @@ class Settings:
         get = environ.get
         return cls(
             cache_dir=_cache_dir(environ),
-            cache_max_bytes=parse_size("FLEXOPS_CACHE_MAX_SIZE", get("FLEXOPS_CACHE_MAX_SIZE") or _DEFAULT_CACHE_SIZE),
+            cache_max_bytes=parse_size("FLEXOPS_CACHE_MAX_SIZE", size) if (size := get("FLEXOPS_CACHE_MAX_SIZE")) else _DEFAULT_CACHE_BYTES,
             cache_shared=_choice(environ, "FLEXOPS_CACHE_SHARED", "0", ("0", "1")) == "1",
             fallback=cast(Fallback, _choice(environ, "FLEXOPS_FALLBACK", "warn", get_args(Fallback))),
             jit=_choice(environ, "FLEXOPS_JIT", "1", ("0", "1")) == "1",
             log=cast(LogLevel, _choice(environ, "FLEXOPS_LOG", "info", get_args(LogLevel))),
-            aot=tuple(name for name in re.split(r"[\s,;]+", get("FLEXOPS_AOT", "")) if name and name not in ("0", "none")),
+            aot=tuple(name for name in get("FLEXOPS_AOT", "").replace(",", " ").replace(";", " ").split() if name not in ("0", "none")),
             launcher=get("FLEXOPS_COMPILER_LAUNCHER") or None,
             arch_list=get("TORCH_CUDA_ARCH_LIST", "").strip() or None,
             rocm_arch_list=get("PYTORCH_ROCM_ARCH", "").strip() or None,
@@ -161,5 +161,5 @@ def parse_size(name: str, text: str) -> int:
     """Bytes from ``"5G"``, ``"500M"``, ``"1048576"``; raises ``SettingsError`` naming ``name``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise SettingsError(f"{name} is not a size", found=text, required="bytes, or a number with K, M, G or T", fix=f"{name}={_DEFAULT_CACHE_SIZE}")
+        raise SettingsError(f"{name} is not a size", found=text, required="bytes, or a number with K, M, G or T", fix=f"{name}=5G")
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])

@@ -16,6 +16,8 @@ source "$ROOT/scripts/lib/python.sh"
 source "$ROOT/scripts/lib/machine.sh"
 # shellcheck source=scripts/lib/environment.sh
 source "$ROOT/scripts/lib/environment.sh"
+# shellcheck source=scripts/lib/engine.sh
+source "$ROOT/scripts/lib/engine.sh"
 # shellcheck source=scripts/lib/activation.sh
 source "$ROOT/scripts/lib/activation.sh"
 
@@ -59,6 +61,13 @@ install_test_launcher() {
   fi
 }
 
+# The tests of images need an engine. Only CI starts one unasked; elsewhere they say how to get one.
+start_test_engine() {
+  if [[ ${CI:-} == true && $(id -u) -eq 0 ]]; then
+    step 'start a container engine' 'the tests of images fail without one' start_engine "$STATE/dockerd.log"
+  fi
+}
+
 run_pytest() {
   local status=0 log
   log=$(mktemp)
@@ -80,6 +89,7 @@ main() {
   fi
   prepare
   install_test_launcher
+  start_test_engine
   run_pytest "$@"
 }
 

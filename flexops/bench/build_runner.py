@@ -123,7 +123,7 @@ class Runner:
     def _child(self, script: str, request: dict[str, Any], variables: _Environment) -> dict[str, Any]:
         """Run one of the child scripts; what it printed last is its result. A variable that is None is unset."""
         environment = {**os.environ, **{name: value for name, value in variables.items() if value is not None}}
-        for name in (name for name, value in variables.items() if value is None):
+        for name in ("PYTHONDONTWRITEBYTECODE", *(name for name, value in variables.items() if value is None)):  # an installed package has bytecode
             environment.pop(name, None)
         if self.ninja:
             environment["PATH"] = _joined(self.ninja.path.parent, environment.get("PATH"))

@@ -1,8 +1,8 @@
 """torch's headers, precompiled once for each compiler, torch and set of flags, and shared by everything that ``flexops.load`` builds.
 
 Nine tenths of compiling a small extension is ``torch/extension.h``. g++ reads a precompiled one in place of parsing it, provided that it was
-made with the same flags, by the same compiler, and is included first. Making it takes as long as two kernels do, so it is made beside the
-first one, at the lowest priority, by a process that may go on when the first kernel is done.
+made with the same flags, by the same compiler, and is included first. Making it takes as long as two kernels do, so a process of its own makes it
+at the lowest priority, beside the first kernel where there are processors to spare, else after it.
 
     <cache>/pch-torch/<key>/{torch_extension.h, torch_extension.h.gch, manifest.json}
 """

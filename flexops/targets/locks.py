@@ -20,6 +20,8 @@ from .model import Matrix, Target
 
 BUILD_MARK = "# build"
 _FOLDER = "envs/requirements"
+_BESIDE_TORCH = ("numpy",)
+"""No requirement of torch's wheel, but without it torch warns at every start."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,7 +54,7 @@ def inputs(matrix: Matrix, header: str) -> dict[str, str]:
 def input_text(target: Target, header: str) -> str:
     """The direct requirements of a target's environment."""
     run, build = _package_requirements()
-    pins = (target.torch_requirement, f"ninja=={target.ninja}")
+    pins = (target.torch_requirement, f"ninja=={target.ninja}", *_BESIDE_TORCH)
     pinned = {"torch", "ninja"}
     lines = [*pins, *(one for one in run if _name(one) not in pinned)]
     tools = [one for one in build if one not in lines] + [pin for pin in (target.toolkit_requirement,) if pin]

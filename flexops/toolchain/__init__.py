@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ..compute_capability import gencodes, runs_on
     from . import gpus, resources
     from .architectures import ArchitectureChoice, resolve_architectures
+    from .capabilities import local_capabilities
     from .compat import driver_supports, supported_capabilities
     from .diagnosis import missing, toolkit_fix
     from .discovery import discover
-    from .gpus import local_capabilities
     from .installed_torch import torch_build
 
 _HOME = {
@@ -23,7 +23,7 @@ _HOME = {
     "discover": ".discovery",
     "driver_supports": ".compat",
     "gencodes": "..compute_capability",
-    "local_capabilities": ".gpus",
+    "local_capabilities": ".capabilities",
     "missing": ".diagnosis",
     "resolve_architectures": ".architectures",
     "runs_on": "..compute_capability",

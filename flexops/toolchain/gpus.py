@@ -9,17 +9,15 @@ import ctypes
 import functools
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .. import settings
 from ..compute_capability import ComputeCapability
+from .capabilities import has_device_node
 from .driver import DriverCuda, DriverRelease
 from .version import Version
 
-_DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 _NVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 _QUERY = ("--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name", "--format=csv,noheader,nounits")
 
@@ -48,19 +46,6 @@ class Machine(NamedTuple):
     gpus: tuple[Gpu, ...] = ()
 
 
-def local_capabilities() -> tuple[ComputeCapability, ...]:
-    """The capabilities of the GPUs that this process may use, ascending, each once; empty when there are none.
-
-    Asks torch only when CUDA is initialised already. ``CUDA_VISIBLE_DEVICES`` is respected; where it could mean either of two different
-    GPUs (numbers under ``CUDA_DEVICE_ORDER=FASTEST_FIRST`` on a mixed machine), all are given.
-    """
-    if initialised := _from_torch():
-        return initialised
-    wishes = settings.current()
-    gpus = visible(machine().gpus, wishes.cuda_visible_devices, wishes.cuda_device_order)
-    return tuple(sorted({gpu.capability for gpu in gpus}))
-
-
 def visible(gpus: Sequence[Gpu], devices: str | None, order: str) -> tuple[Gpu, ...]:
     """Those GPUs that ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA does: up to the first entry that is not valid."""
     if devices is None:
@@ -79,7 +64,7 @@ def visible(gpus: Sequence[Gpu], devices: str | None, order: str) -> tuple[Gpu, 
 
 def machine(root: str = "") -> Machine:
     """The driver and its GPUs; empty without a device node. One real query in a process."""
-    if not any(os.path.exists(root + node) for node in _DEVICE_NODES):
+    if not has_device_node(root):
         return Machine()
     return _query()
 
@@ -118,17 +103,6 @@ def parse_nvidia_smi(text: str) -> Machine:
         gpus.append(Gpu(int(fields[0]), fields[1], fields[5], ComputeCapability.parse(fields[2]), memory))
         driver = Driver(DriverRelease.parse(fields[4]), None)
     return Machine(driver, tuple(gpus))
-
-
-def _from_torch() -> tuple[ComputeCapability, ...]:
-    torch = sys.modules.get("torch")
-    try:
-        if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
-            return ()
-        found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    except (AttributeError, RuntimeError):
-        return ()
-    return tuple(sorted(ComputeCapability(major, minor) for major, minor in found))
 
 
 def _names(entry: str, gpu: Gpu) -> bool:

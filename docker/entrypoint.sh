@@ -1,0 +1,37 @@
+#!/bin/sh
+# Prepares what any user ID needs, and becomes the command. `doctor [OPTION...]` is short for `flexops doctor --target <this image's>`.
+set -eu
+
+# A cache for each user ID, because a cache belongs to one: in the volume /cache, else under the home, else in /tmp.
+if [ -z "${XDG_CACHE_HOME:-}" ]; then
+  user=$(id -u)
+  for base in /cache "$HOME/.cache" /tmp/cache; do
+    if mkdir -p "$base/$user" 2>/dev/null && [ -w "$base/$user" ]; then
+      export XDG_CACHE_HOME="$base/$user" TRITON_HOME="$base/$user" CCACHE_DIR="${CCACHE_DIR:-$base/$user/ccache}"
+      break
+    fi
+  done
+fi
+# With a read-only root there may be no place for temporary files but the cache.
+if [ -z "${TMPDIR:-}" ] && [ ! -w /tmp ] && [ -n "${XDG_CACHE_HOME:-}" ]; then
+  export TMPDIR="$XDG_CACHE_HOME/tmp"
+  mkdir -p "$TMPDIR"
+fi
+
+if [ "${1:-}" = doctor ]; then # it judges the driver itself, with everything else
+  shift
+  set -- flexops doctor --target "$FLEXOPS_IMAGE_TARGET" "$@"
+  exec "$@"
+fi
+
+# A driver that is too old is said here, in one sentence; torch would say it later and less clearly. Only where a GPU was passed.
+driver_file=${NVIDIA_DRIVER_FILE:-/proc/driver/nvidia/version}
+if [ -n "${FLEXOPS_IMAGE_DRIVER:-}" ] && [ -e "${NVIDIA_DEVICE:-/dev/nvidiactl}" ] && [ -r "$driver_file" ]; then
+  found=$(sed -n 's/^NVRM version:.*[^0-9.]\([0-9][0-9]*\.[0-9][0-9.]*\).*$/\1/p' "$driver_file")
+  if [ -n "$found" ] && [ "${found%%.*}" -lt "${FLEXOPS_IMAGE_DRIVER%%.*}" ]; then
+    echo "flexops: this machine's NVIDIA driver is $found, and flexops:$FLEXOPS_IMAGE_TARGET needs $FLEXOPS_IMAGE_DRIVER or newer: update the driver," \
+      "or take an image for an older CUDA (flexops image list)" >&2
+    exit 1
+  fi
+fi
+exec "$@"

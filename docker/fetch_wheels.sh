@@ -1,0 +1,64 @@
+#!/bin/sh
+# Downloads every wheel that the image needs into /opt/wheelhouse, and writes there runtime.lock: name, version and hash of each one that runs.
+#
+# The committed lock (envs/requirements/<toolkit>.lock) decides where there is one: nothing else is accepted. Otherwise the pins in <toolkit>.in are
+# resolved here, and what came is locked, so that at least every later stage, and who audits the image, has the same files.
+#   INDEX_URL    instead of the default package index
+#   EXTRA_INDEX  another index that has better wheels for this row; EXTRA_INDEX_REQUIRED=1 if only it has them
+set -eu
+
+wheelhouse=/opt/wheelhouse
+requirements=/opt/docker/requirements
+pip="/opt/flexops/bin/python -m pip download --quiet --progress-bar off --only-binary :all: --dest $wheelhouse"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_DEFAULT_TIMEOUT=60
+
+certificates=/tmp/certificates.pem
+for file in /etc/ssl/certs/ca-certificates.crt /opt/docker/ca-certificates/*.crt; do
+  [ ! -e "$file" ] || cat "$file" >>"$certificates"
+done
+if ls /opt/docker/ca-certificates/*.crt >/dev/null 2>&1; then
+  export PIP_CERT="$certificates" SSL_CERT_FILE="$certificates"
+fi
+[ -z "${INDEX_URL:-}" ] || export PIP_INDEX_URL="$INDEX_URL"
+
+# The part of a requirements file before or after its line "# build".
+runtime_part() { sed '/^# build$/,$d' "$1"; }
+build_part() { sed '1,/^# build$/d' "$1"; }
+
+lock=$(find "$requirements" -name '*.lock')
+wishes=$(find "$requirements" -name '*.in')
+mkdir -p "$wheelhouse"
+build_part "$wishes" >"$wheelhouse/build.txt"
+
+if [ -n "$lock" ]; then
+  runtime_part "$lock" >"$wheelhouse/runtime.lock"
+  $pip --require-hashes --requirement "$lock"
+  exit 0
+fi
+
+answers() {
+  /opt/flexops/bin/python - "$1" <<'PYTHON'
+import sys, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=10).close()
+except Exception as error:
+    sys.exit(f"flexops: {sys.argv[1]} does not answer ({error})")
+PYTHON
+}
+extra=""
+if [ -n "${EXTRA_INDEX:-}" ]; then
+  if answers "$EXTRA_INDEX"; then
+    extra="--extra-index-url $EXTRA_INDEX"
+  elif [ -n "${EXTRA_INDEX_REQUIRED:-}" ]; then
+    echo "flexops: only that index has torch for this row; fix: --index-url with a mirror that has it" >&2
+  else
+    echo "flexops: going on with the default index, whose torch is larger" >&2
+  fi
+fi
+runtime_part "$wishes" >/tmp/runtime.txt
+# shellcheck disable=SC2086  # options are words
+$pip $extra --requirement /tmp/runtime.txt
+/opt/flexops/bin/python /opt/docker/lock_wheels.py "$wheelhouse" >"$wheelhouse/runtime.lock"
+sed 's/ --hash=.*//' "$wheelhouse/runtime.lock" >/tmp/constraints.txt
+# shellcheck disable=SC2086
+$pip $extra --find-links "$wheelhouse" --constraint /tmp/constraints.txt --requirement "$wheelhouse/build.txt"

@@ -1,0 +1,24 @@
+#!/bin/sh
+# Installs from /opt/wheelhouse and from nowhere else.
+#   install_wheels.sh runtime   what the image runs, by hash, into the virtual environment /opt/flexops
+#   install_wheels.sh build     what only building needs: Python tools into /opt/build; the CUDA toolkit into /opt/toolkit, where the base has none
+set -eu
+
+wheelhouse=/opt/wheelhouse
+pip="/opt/flexops/bin/python -m pip --disable-pip-version-check --no-cache-dir install --quiet --no-index --find-links $wheelhouse"
+
+if [ "$1" = runtime ]; then
+  $pip --require-hashes --requirement "$wheelhouse/runtime.lock"
+  mkdir -p /opt/flexops/share/flexops
+  cp "$wheelhouse/runtime.lock" /opt/flexops/share/flexops/requirements.lock
+  exit 0
+fi
+
+mkdir -p /opt/build /opt/toolkit
+grep -v -e '^cuda-toolkit' -e '^#' "$wheelhouse/build.txt" >/tmp/tools.txt
+grep '^cuda-toolkit' "$wheelhouse/build.txt" >/tmp/toolkit.txt || true
+$pip --target /opt/build --requirement /tmp/tools.txt
+if [ -s /tmp/toolkit.txt ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then
+  $pip --target /opt/toolkit --requirement /tmp/toolkit.txt
+  sh /opt/docker/link_toolkit.sh
+fi

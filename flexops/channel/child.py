@@ -1,0 +1,161 @@
+"""What is done with the rattler bindings, each in a process of its own: ``python -m flexops.channel.child``, a JSON request on standard input.
+
+Output is for the log. The answer is a JSON file, so that nothing else can be taken for it, and the process ends without the interpreter's own
+shutdown: the bindings' threads have been seen to crash in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class _Log:
+    """Hands on what a build says."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.specs: list[str] = []
+        self._listing = False
+
+    def on_log(self, event: Any) -> None:
+        if event.level == "error":
+            self.errors.append(event.message)
+        self._note_specs(event.message.strip())
+        print(event.message, flush=True)
+
+    def _note_specs(self, line: str) -> None:
+        """Keep what is being solved for: a line ``Specs:``, then ``- spec`` each."""
+        if line == "Specs:":
+            self.specs, self._listing = [], True
+        elif self._listing and line.startswith("- "):
+            self.specs.append(line[2:])
+        else:
+            self._listing = False
+
+    def on_build_step(self, event: Any) -> None:
+        print(f"== {event.step_name} {event.message}", flush=True)
+
+    def on_download_start(self, event: Any) -> None:
+        print(f"downloading {event.url}", flush=True)
+
+    def on_download_progress(self, event: Any) -> None: ...
+
+    def on_download_complete(self, event: Any) -> None: ...
+
+
+def build(request: Request) -> Answer:
+    """Build the one variant of a recipe that the given variant files leave."""
+    from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, ToolConfiguration, VariantConfig
+
+    recipe = Stage0Recipe.from_file(request["recipe"])
+    rendered = recipe.render(VariantConfig.from_files(request["variants"]), RenderConfig(PlatformConfig()))
+    tools = ToolConfiguration(test_strategy="native" if request["test"] else "skip", channel_priority="strict")
+    log, packages = _Log(), []
+    for variant in rendered:
+        try:
+            result = variant.run_build(tools, output_dir=request["output"], channels=request["channels"], progress_callback=log, no_build_id=True)
+        except Exception as error:
+            raise RuntimeError("\n".join([*log.errors, str(error), _why_unsolvable(str(error), log.specs, request)])) from error
+        packages += [str(path) for path in result.packages]
+    return {"packages": packages}
+
+
+def _why_unsolvable(error: str, specs: list[str], request: Request) -> str:
+    """rattler-build's bindings say that a solve failed and not why: solve once more, to be told."""
+    if "resolve dependencies" not in error or not specs:
+        return ""
+    try:
+        asyncio.run(_solve({"channels": [channel for channel in request["channels"] if "://" not in channel or _is_there(channel)], "specs": specs}))
+    except Exception as told:
+        return str(told)
+    return ""
+
+
+def _is_there(channel: str) -> bool:
+    return not channel.startswith("file://") or Path(channel.removeprefix("file://")).is_dir()
+
+
+def index(request: Request) -> Answer:
+    """Write the index of a channel that may have changed."""
+    from rattler.index import index_fs
+
+    asyncio.run(index_fs(request["channel"]))
+    return {}
+
+
+def inspect(request: Request) -> Answer:
+    """Of the packages, those that are not whole, and why: every file in each is read and compared with its digest."""
+    return {"damaged": [[path, reason] for path in request["packages"] if (reason := _damage(path, request["work"]))]}
+
+
+def _damage(path: str, work: str) -> str:
+    """Why a package is not whole; empty if it is."""
+    import hashlib
+    import tempfile
+
+    from rattler.package_streaming import extract
+
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        try:
+            extract(path, folder)
+            for entry in json.loads(Path(folder, "info/paths.json").read_text())["paths"]:
+                file = Path(folder, entry["_path"])
+                if entry.get("path_type") == "hardlink" and hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
+                    return f"{entry['_path']} is not what it was when the package was made"
+        except Exception as error:  # the bindings raise a dozen kinds, and all of them mean the same here
+            return str(error) or type(error).__name__
+    return ""
+
+
+def solve(request: Request) -> Answer:
+    """Which packages would be installed here; the driver is what ``CONDA_OVERRIDE_CUDA`` says, if it is set."""
+    records = asyncio.run(_solve(request))
+    return {"records": [[record.name.normalized, str(record.version), str(record.build), record.url] for record in records]}
+
+
+def install(request: Request) -> Answer:
+    """Make a prefix hold exactly what the specs call for; none empties it."""
+    from rattler import install as rattler_install
+
+    records = asyncio.run(_solve(request)) if request["specs"] else []
+    asyncio.run(rattler_install(records, request["prefix"], show_progress=False))
+    return {"records": [[record.name.normalized, str(record.version), str(record.build), record.url] for record in records]}
+
+
+async def _solve(request: Request) -> list[Any]:
+    from rattler import VirtualPackage, VirtualPackageOverrides
+    from rattler import solve as rattler_solve
+
+    here = VirtualPackage.detect(VirtualPackageOverrides.from_env())
+    return list(await rattler_solve(request["channels"], request["specs"], virtual_packages=here))
+
+
+ACTIONS: dict[str, Callable[[Request], Answer]] = {"build": build, "index": index, "inspect": inspect, "solve": solve, "install": install}
+
+
+def main() -> int:
+    request: Request = json.load(sys.stdin)
+    try:
+        answer = ACTIONS[request["action"]](request)
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+    Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,190 @@
+"""Building one image on the engine, from the checkout, with the row's pins."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import ImageError
+from ..targets import Target
+from ..targets.image_files import build_args, dockerfile_path
+from . import context, dockerfile
+from .engine import engine_root
+from .failure import Step, explain
+from .naming import Stage, split
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+Report = Callable[[Step, str], None]
+"""Called with the step that runs and the last line it said."""
+
+_STEP = re.compile(r"^Step (\d+)/(\d+) : (.*)", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to build and how; empty fields leave it to the row and the engine."""
+
+    target: Target
+    stage: Stage
+    reference: str
+    build_base: str = ""
+    runtime_base: str = ""
+    index_url: str = ""
+    ca_bundle: Path | None = None
+    network: str = ""
+    no_cache: bool = False
+    jobs: int | None = None
+
+    def args(self, revision: str) -> dict[str, str]:
+        """Every build argument: the row's, overruled by the wishes."""
+        wishes = {"BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": self.index_url, "JOBS": str(self.jobs or "")}
+        fixed = {"VERSION": __version__, "REVISION": revision}
+        return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **fixed}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished image. ``cached``: how many of the ``steps`` were there already."""
+
+    target: str
+    reference: str
+    image: str
+    seconds: float
+    size: int
+    steps: int
+    cached: int
+    log: Path
+
+
+@dataclass
+class _Progress:
+    """What is known of a running build from the events so far."""
+
+    step: Step | None = None
+    cached: int = 0
+    image: str = ""
+    error: str = ""
+    output: list[str] = field(default_factory=list)
+
+    def step_with_output(self) -> Step | None:
+        return replace(self.step, output="".join(self.output)) if self.step else None
+
+
+def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = None) -> Built:
+    """Build and tag one image. Steps that were built before are reused; an interrupted build leaves nothing but its finished steps.
+
+    Raises:
+        ImageError: what failed, why, and what mends it.
+        KeyboardInterrupt: as it came, after the engine was told to stop.
+    """
+    started = time.monotonic()
+    log = log_path(root, wish)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
+    progress = _Progress()
+    with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
+        context.pack(root, text, wish.ca_bundle, packed)
+        packed.seek(0)
+        for event in _events(client, wish, packed, wish.args(revision(root))):
+            _take(event, progress, kept, report)
+    if progress.error or not progress.image:
+        message = progress.error or "the engine ended the build without an image"
+        raise explain(wish.target.id, progress.step_with_output(), message, free_bytes=_free_bytes(client), log=log)
+    image = client.images.get(progress.image)
+    image.tag(*split(wish.reference))
+    steps = progress.step.total if progress.step else 0
+    return Built(wish.target.id, wish.reference, image.id, round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
+
+
+def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The engine's events. When the consumer stops, by an interrupt above all, the connection is closed, at which the engine stops building."""
+    from docker.errors import APIError
+    from requests.exceptions import RequestException
+
+    options: dict[str, Any] = {"network_mode": wish.network} if wish.network else {}
+    try:
+        yield from client.api.build(
+            fileobj=packed, custom_context=True, dockerfile=context.DOCKERFILE, buildargs=args, nocache=wish.no_cache, rm=True, forcerm=True, decode=True,
+            **options,
+        )  # fmt: skip
+    except (APIError, RequestException, OSError) as error:
+        yield {"error": str(error)}
+    except (KeyboardInterrupt, GeneratorExit):
+        client.close()
+        raise
+
+
+def _take(event: dict[str, Any], progress: _Progress, log: IO[str], report: Report | None) -> None:
+    """Put one event into what is known, the log and the report."""
+    if "error" in event:
+        progress.error = _COLOUR.sub("", event["error"])
+        log.write(progress.error + "\n")
+    elif "aux" in event:
+        progress.image = event["aux"].get("ID", progress.image)
+    elif "stream" in event:
+        text = _COLOUR.sub("", event["stream"])
+        log.write(text)
+        log.flush()
+        _stream(text, progress, report)
+    elif "status" in event and progress.step and report:
+        report(progress.step, " ".join(str(event[name]) for name in ("status", "id", "progress") if event.get(name)))
+
+
+def _stream(text: str, progress: _Progress, report: Report | None) -> None:
+    if match := _STEP.match(text):
+        progress.step = Step(int(match[1]), int(match[2]), " ".join(match[3].split()))
+        progress.output.clear()
+    elif text.strip() == "---> Using cache":
+        progress.cached += 1
+    elif not text.startswith((" --->", "Removing intermediate container")):
+        progress.output.append(text)
+    if progress.step and report:
+        report(progress.step, text.strip().splitlines()[-1] if text.strip() and not match else "")
+
+
+def log_path(root: Path, wish: Wish) -> Path:
+    """Where the log of a build is kept, the last one of its kind."""
+    return root / ".flexops" / "images" / f"{wish.target.id}-{wish.stage}.log"
+
+
+def revision(root: Path) -> str:
+    """The checkout's commit, with ``+changed`` if files differ from it; ``unknown`` where git cannot tell."""
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changed" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _free_bytes(client: DockerClient) -> int | None:
+    """Free space on the engine's disk, where that is one of this machine."""
+    try:
+        return shutil.disk_usage(engine_root(client)).free
+    except Exception:  # it is only said if it is known: the engine may be gone, or elsewhere
+        return None
+
+
+def push(client: DockerClient, name: str, say: Callable[[str], None] | None = None) -> None:
+    """Push an image to the registry in its name; raises ``ImageError`` with the registry's own words."""
+    repository, tag = split(name)
+    for event in client.api.push(repository, tag=tag, stream=True, decode=True):
+        if "error" in event:
+            raise ImageError(f"{name} could not be pushed", found=event["error"], fix=f"docker login, and --tag REGISTRY/{repository}")
+        if say and event.get("status"):
+            say(" ".join(str(event[key]) for key in ("status", "id", "progress") if event.get(key)))

@@ -1,0 +1,51 @@
+"""One miniature channel, and one real build of the CPU variant, for all tests of this folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conda_world import HERE, ROOT, CpuBuild, World
+
+from flexops import targets
+from flexops.channel.place import Place
+from flexops.channel.run import child
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str, str], None]) -> Iterator[World]:
+    """The miniature channel. The folder is gigabytes large, so it does not outlive the run."""
+    bindings = all(importlib.util.find_spec(name) for name in ("rattler", "rattler_build"))
+    require(bindings, "the rattler bindings", "pip install 'flexops[conda]'")
+    root = tmp_path_factory.mktemp("conda")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RATTLER_CACHE_DIR", str(root / "cache"))  # on one file system with the prefixes, so that files are linked, not copied
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+            yield World(root, _upstream(root).url)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _upstream(root: Path) -> Place:
+    variants, place = targets.load().variants, Place(root / "upstream")
+    compilers, sysroots = sorted({one.compiler for one in variants}), sorted({one.sysroot for one in variants})
+    command = [sys.executable, HERE / "miniature.py", place.channel, root / "staging", ",".join(compilers), ",".join(sysroots)]
+    subprocess.run(command, check=True, timeout=600)
+    child("index", {"channel": str(place.channel)})
+    return place
+
+
+@pytest.fixture(scope="session")
+def cpu(world: World) -> CpuBuild:
+    """Built by the command, with the recipe's tests."""
+    place = Place(world.root / "channel")
+    done = world.build(place.channel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return CpuBuild(place, place.packages("flexops")[0], done.stdout + done.stderr)

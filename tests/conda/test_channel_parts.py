@@ -1,0 +1,184 @@
+"""The parts of ``flexops.channel`` that need no bindings: choosing an engine, explaining failures, which variant a machine should get."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conda_world import ROOT
+
+from flexops import targets
+from flexops.channel import build, building, check, engine, run
+from flexops.channel.explain import explain
+from flexops.channel.place import Place, distribution
+from flexops.errors import ChannelError
+
+CPU, CUDA129, CUDA130 = targets.load().variants
+
+FAKE = """#!{python}
+import os, pathlib, sys
+if sys.argv[1:] == ["--version"]:
+    print("conda-build {version}"); sys.exit()
+print("fake conda-build", *sys.argv[1:])
+print("override", os.environ.get("CONDA_OVERRIDE_CUDA", "none"))
+print("Packaging new files")
+output = pathlib.Path(sys.argv[sys.argv.index("--output-folder") + 1]) / "linux-64"
+output.mkdir(parents=True)
+(output / "flexops-0.1.0-cpu_h1_0.conda").write_text("a package")
+sys.exit({code})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """A conda-build that does as told; returns the function that installs it."""
+
+    def install(version: str = "26.1.0", code: int = 0) -> Path:
+        path = tmp_path / "bin" / "conda-build"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(FAKE.format(python=sys.executable, version=version, code=code))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+        return path
+
+    return install
+
+
+@pytest.fixture
+def unindexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake package cannot be indexed."""
+    monkeypatch.setattr(building, "index", lambda place: len(place.packages()))
+
+
+@pytest.mark.usefixtures("unindexed")
+def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = fake()
+    assert engine.choose("auto") == engine.Engine("conda-build", (str(path),))
+    phases: list[str] = []
+    place = Place(tmp_path / "channel")
+    (built,) = build(
+        [CUDA130], place, upstream=["one", "two"], overrides=[tmp_path / "pins.yaml"], test=False, on_phase=lambda _, phase: phases.append(phase)
+    )
+    told = built.log.read_text()
+    files = f"-m {ROOT}/recipe/variants/cuda130.yaml -m {tmp_path}/pins.yaml"
+    output = place.work / "cuda130"
+    assert f"fake conda-build {ROOT}/recipe {files} -c one -c two --override-channels --output-folder {output} --package-format 2 --no-test\n" in told
+    assert "override 13.0" in told
+    assert phases == ["packing", "indexing"]
+    assert built.package == place.channel / "linux-64" / "flexops-0.1.0-cpu_h1_0.conda"
+    assert built.package.read_text() == "a package"
+    assert not output.exists()
+
+
+def test_a_conda_build_that_fails_is_one_error_and_its_log_is_kept(fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    fake(code=3)
+    place = Place(tmp_path / "channel")
+    with pytest.raises(ChannelError, match="variant cpu cannot be built") as caught:
+        build([CPU], place)
+    assert caught.value.log == place.logs / "cpu.log"
+    assert "fake conda-build" in (place.logs / "cpu.log").read_text()
+    assert not list(place.channel.rglob("*.conda"))
+
+
+def test_an_old_conda_build_is_not_taken(fake) -> None:  # type: ignore[no-untyped-def]
+    fake("25.11.3")
+    assert engine.choose("auto").name == "rattler-build"
+    with pytest.raises(ChannelError, match="conda-build cannot be used") as caught:
+        engine.choose("conda-build")
+    assert (caught.value.found.endswith("conda-build 25.11.3"), "26" in caught.value.required) == (True, True)
+
+
+def test_without_conda_build_rattler_build_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert engine.choose("auto") == engine.choose("rattler-build") == engine.Engine("rattler-build")
+    with pytest.raises(ChannelError) as caught:
+        engine.choose("conda-build")
+    assert caught.value.found == "no conda-build on PATH"
+
+
+def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "BINDINGS", {"no_such_module": "py-nothing"})
+    with pytest.raises(ChannelError, match="not installed") as caught:
+        run.child("solve", {})
+    assert (caught.value.found, caught.value.fix) == ("no py-nothing", "pip install 'flexops[conda]'")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "there", "variant"),
+    [
+        ("", "cpu cuda129 cuda130", "cpu"),
+        ("12.9", "cpu cuda129 cuda130", "cuda129"),
+        ("13.0", "cpu cuda129 cuda130", "cuda130"),
+        ("14.1", "cpu cuda129 cuda130", "cuda130"),
+        ("13.0", "cpu cuda129", "cuda129"),
+        ("11.8", "cpu cuda129 cuda130", "cpu"),
+        ("13.0", "cpu", "cpu"),
+    ],
+)
+def test_which_variant_a_machine_should_get(cuda: str, there: str, variant: str) -> None:
+    assert check.expected(check.Machine("it", cuda), (CPU, CUDA129, CUDA130), there.split()) == variant
+
+
+SOLVER = "Cannot solve the request because of: "
+
+
+@pytest.mark.parametrize(
+    ("output", "what", "found", "fix"),
+    [
+        (f"noise\n{SOLVER}No candidates were found for rich >=13.\n\n", "no channel has rich >=13", "No candidates were found for rich >=13.", "--from"),
+        (
+            f"{SOLVER}flexops * cannot be installed because there are no viable options:\n└─ flexops 0.1.0 would require\n"
+            "   └─ __cuda >=13, for which no candidates were found.\n",
+            "this machine does not have __cuda >=13", "would require", "CONDA_OVERRIDE_CUDA",
+        ),
+        (
+            f"{SOLVER}The following packages are incompatible\n├─ pytorch 2.5.* can be installed\n└─ flexops * cannot be installed\n",
+            "the requirements cannot be met together", "pytorch 2.5.*", "loosen",
+        ),
+        (
+            "  running build_ext\n\n  flexops: quant-cpu does not compile\n    found: expected ';'\n    fix: mend it\n    log: /x\n  error: subprocess\n",
+            "quant-cpu does not compile", "found: expected ';'", "mend it",
+        ),
+        (
+            "+ flexops --version\nflexops 0.1\n+ pip check\nno rich\nScript failed with status 1\nTest failed\n",
+            "it was built, but its tests fail", "+ pip check", "log",
+        ),
+        ("+ make\nno rule\nScript failed with status 2\n", "its script failed", "no rule", "log"),
+        ("failed to fetch a-1-0.conda\nCaused by: Invalid checksum\n", "a package is damaged", "a-1-0.conda: Caused by: Invalid checksum", "again"),
+        ("one\ntwo\n", "it failed", "two", "log"),
+    ],
+)  # fmt: skip
+def test_a_long_output_is_boiled_down(output: str, what: str, found: str, fix: str) -> None:
+    told = explain(output)
+    assert told.what == what
+    assert found in told.found
+    assert fix in told.fix
+
+
+def test_names_of_packages() -> None:
+    assert distribution(Path("a-b-c-1.0-cpu_h1_0.conda")) == ("a-b-c", "1.0", "cpu_h1_0")
+    assert distribution(Path("a-1.0-0.tar.bz2")) == ("a", "1.0", "0")
+
+
+def test_only_packages_of_the_name_are_counted(tmp_path: Path) -> None:
+    for name in ("flexops-1-0.conda", "flexops-extra-1-0.conda", "flexops-1-0.conda.partial", "repodata.json"):
+        path = tmp_path / "linux-64" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    place = Place(tmp_path)
+    assert [path.name for path in place.packages("flexops")] == ["flexops-1-0.conda"]
+    assert len(place.packages()) == 2
+
+
+def test_doctor_s_findings_in_a_line_each() -> None:
+    report = json.loads('{"findings": [{"id": "torch", "status": "ok", "found": "2.13"}, {"id": "ninja", "status": "warn", "found": "none"}]}')
+    assert check.findings(report) == ("warn: ninja: none",)
+
+
+def test_the_command_imports_neither_torch_nor_the_bindings() -> None:
+    code = "import sys; sys.orig_argv[1:] = ['-m', 'flexops']; import flexops.cli._app; print(*{'torch', 'rattler', 'rattler_build'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,130 @@
+"""The recipe and its variants: what they say is what the code says, and rattler-build understands it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conda_world import ROOT
+
+from flexops import __version__, _toml, targets
+from flexops.targets import conda, loading
+from flexops.toolchain.compat import rules
+from flexops.toolchain.model import TorchBuild
+
+RECIPE = (ROOT / "recipe" / "recipe.yaml").read_text()
+RENDER = """
+import json, os, sys
+from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, VariantConfig
+found = []
+where = RenderConfig(PlatformConfig(target_platform="linux-64"))
+for one in Stage0Recipe.from_file(sys.argv[1]).render(VariantConfig.from_files(sys.argv[2:]), where):
+    build, recipe = one.recipe.build, json.dumps(one.recipe.to_dict(), default=str)
+    found.append({"variant": one.variant, "number": build.number, "string": str(build.string), "recipe": recipe})
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+Rendered = list[dict[str, object]]
+
+
+def context(name: str) -> str:
+    found = re.search(rf'^  {name}: "?([^"\n]+)"?$', RECIPE, re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendered]:
+    """What rattler-build makes of the recipe with some variant files."""
+
+    def run(*variants: str) -> Rendered:
+        command = [sys.executable, "-c", RENDER, str(ROOT / "recipe" / "recipe.yaml"), *(str(ROOT / name) for name in variants)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        require("No module named 'rattler_build'" not in done.stderr, "the rattler bindings", "pip install 'flexops[conda]'")
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout))
+
+    return run
+
+
+def test_the_recipe_s_version_is_flexops_() -> None:
+    assert context("version") == __version__
+
+
+def test_the_floor_of_torch_is_where_the_stable_abi_begins() -> None:
+    least = context("least_pytorch")
+    built = [TorchBuild(f"{version}.0+cpu", None, None, "", True, Path("/torch")) for version in (least, f"2.{int(least.split('.')[1]) - 1}")]
+    assert [torch.abi_id.startswith("stable-") for torch in built] == [True, False]
+    assert built[0].abi_id == f"stable-{least}"
+
+
+def test_the_requirements_are_those_of_the_wheel() -> None:
+    wanted = _toml.load(ROOT / "pyproject.toml")["project"]["dependencies"]
+    assert '  "ninja",' in (ROOT / "pyproject.toml").read_text().splitlines(), "recipe/build.sh takes this line out"
+    for requirement in wanted:
+        name, bound = re.match(r"([\w-]+)(>=[\d.]+)?", requirement).groups()  # type: ignore[union-attr]
+        if name != "torch":
+            assert f"    - {name} {bound}\n" in RECIPE if bound else f"    - {name}\n" in RECIPE, requirement
+
+
+def test_every_variant_is_one_build(render: Callable[..., Rendered]) -> None:
+    builds = render(conda.ALL)
+    assert sorted(str(one["string"]).split("_")[0] for one in builds) == sorted(one.id for one in targets.load().variants)
+    for one in builds:
+        expected = 0 if str(one["string"]).startswith("cpu_") else 200
+        assert (one["number"], str(one["string"]).rpartition("_")[2]) == (expected, str(expected))
+        assert "python" not in one["variant"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("variant", targets.load().variants, ids=lambda one: str(one.id))
+def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render: Callable[..., Rendered], variant: conda.Variant) -> None:
+    (alone,) = render(conda.ALL, variant.path)
+    (same,) = render(variant.path)
+    assert alone["string"] == same["string"]
+    used = dict(alone["variant"])  # type: ignore[call-overload]
+    assert (used["cuda_compiler_version"], used["cuda_arch_list"]) == (variant.cuda or "None", variant.arch_list or "None")
+    assert (used["cxx_compiler_version"], used["c_stdlib_version"]) == (variant.compiler, variant.sysroot)
+    text = str(alone["recipe"])
+    assert ("cuda-nvcc_linux-64" in text, "__cuda" in text) == (bool(variant.cuda), bool(variant.cuda))
+
+
+def test_the_cuda_variants_are_conda_forge_s_with_every_architecture() -> None:
+    found = {one.id: one for one in targets.load().variants}
+    assert list(found) == ["cpu", "cuda129", "cuda130"]
+    assert {one.arch_list for one in found.values() if one.cuda} == {"8.0;8.6;8.9;9.0;10.0;12.0+PTX"}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"cuda": "12.8"}, "conda cuda129, cuda: is 12.8, so the variant's name is cuda128"),
+        ({"compiler": "15"}, "conda cuda129, compiler: gcc 15 is newer than nvcc 12.9 accepts"),
+        ({"capabilities": ["8.0", "13.0"]}, "conda cuda129, capabilities: CUDA 12.9 cannot compile for 13.0"),
+        ({"capabilities": ["9.0", "8.0"]}, "conda cuda129, capabilities: must be in order"),
+        ({"capabilities": []}, "conda cuda129, capabilities: are needed with cuda"),
+        ({"sysroot": 2.17}, "conda cuda129, sysroot: 2.17 is not a version"),
+        ({"glibc": "2.17"}, "conda cuda129, glibc: unknown field"),
+    ],
+)
+def test_what_is_wrong_with_a_variant_is_said(change: dict[str, object], fault: str) -> None:
+    document = _toml.load(loading.PATH)
+    row = {**document["conda"]["cuda129"], **change}
+    found = [f"{where}, {field}: {what}" for where, field, what in conda.faults({"conda": {"cuda129": row}}, rules())]
+    assert found
+    assert found[0].startswith(fault), found
+
+
+def test_the_environments_are_read_by_conda_s_own_parser(require: Callable[[object, str, str], None]) -> None:
+    lines = [line for path in sorted((ROOT / "envs").glob("*.yml")) for line in path.read_text().splitlines()]
+    specs = [line[4:] for line in lines if line.startswith("  - ") and ":" not in line and line != "  - conda-forge"]
+    code = "import json, os, sys, rattler\nfor spec in json.load(sys.stdin): rattler.MatchSpec(spec, strict=True)\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(specs), capture_output=True, text=True, timeout=60, check=False)
+    require("No module named 'rattler'" not in done.stderr, "the rattler bindings", "pip install 'flexops[conda]'")
+    assert done.returncode == 0, done.stderr
+    assert len(specs) > 100

@@ -1,0 +1,275 @@
+"""Images on a real engine: built, checked, run in every way that they must work; and builds that cannot succeed.
+
+The image is the row `cpu`; its base and its package index are made on this machine. CUDA rows are built by the same Dockerfile template, and by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BASE, Image
+
+from flexops import targets
+from flexops.targets.image_files import labels
+
+pytestmark = pytest.mark.image
+
+
+def run(engine: Any, name: str, *command: str, **options: Any) -> tuple[int, str, str]:
+    """Exit code, output and errors of a container."""
+    container = engine.containers.create(name, list(command), **options)
+    try:
+        container.start()
+        code = container.wait(timeout=300)["StatusCode"]
+        return code, container.logs(stderr=False).decode(), container.logs(stdout=False).decode()
+    finally:
+        container.remove(force=True)
+
+
+def containers(engine: Any) -> set[str]:
+    return {one.id for one in engine.containers.list(all=True)}
+
+
+# ---- an image that works --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"user": "0:0"},
+        {"user": "43210:54321"},
+        {"read_only": True, "tmpfs": {"/cache": "exec,mode=1777"}},
+        {"read_only": True, "user": "43210:54321", "volumes": ["flexops-test-cache:/cache"]},
+        {"network_mode": "none"},
+    ],
+    ids=["plain", "root", "any-user", "read-only", "read-only-any-user-volume", "no-network"],
+)
+def test_the_default_command_reports_and_exits_0(engine: Any, cpu_image: str, options: dict[str, Any]) -> None:
+    started = time.monotonic()
+    code, out, err = run(engine, cpu_image, **options)
+    assert code == 0, out + err
+    assert "target cpu" in out
+    assert "compiled at install" in out
+    assert time.monotonic() - started < 60  # 6 s on an idle machine; this only rules out that something waits
+
+
+def test_operators_run_native_and_torch_is_quiet(engine: Any, cpu_image: str) -> None:
+    script = "import torch, flexops; q = flexops.quantize(torch.randn(4, 64)); print([(s.op, s.backend) for s in flexops.status() if s.op == 'quant'])"
+    code, out, err = run(engine, cpu_image, "python", "-c", script, environment={"FLEXOPS_FALLBACK": "forbid"}, user="43210:0", read_only=True)
+    assert (code, err) == (0, ""), err
+    assert "('quant', 'aot')" in out
+
+
+def test_image_check_finds_it_in_order(image: Image, cpu_image: str) -> None:
+    done = image("check", "cpu", "--tag", cpu_image, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert {one["id"] for one in found["findings"] if one["status"] == "fail"} == set()
+    statuses = {one["id"]: one["status"] for one in found["findings"]}
+    assert statuses["labels"] == statuses["image-clean"] == statuses["image-added"] == statuses["doctor-read-only"] == "ok"
+    assert abs(sum(layer["size"] for layer in found["layers"]) - found["size"]) < 1e6
+
+
+def test_image_list_names_it(image: Image, cpu_image: str) -> None:
+    found = json.loads(image("list", "--json").stdout)
+    assert cpu_image in {one["reference"] for one in found}
+    assert {one["target"] for one in found} >= set(targets.load().ids)
+
+
+def test_its_labels_carry_every_pin(engine: Any, cpu_image: str) -> None:
+    found = engine.images.get(cpu_image).labels
+    assert labels(targets.load().cpu).items() <= found.items()
+    assert found["org.opencontainers.image.base.name"] == BASE
+    assert "org.opencontainers.image.revision" in found
+
+
+def test_nothing_of_the_build_reaches_it(engine: Any, cpu_image: str, index_url: str) -> None:
+    image = engine.images.get(cpu_image)
+    told = json.dumps([image.attrs["Config"], image.history()])
+    assert index_url not in told
+    script = f"grep -rl --exclude-dir=proc --exclude-dir=sys {index_url.split('//')[1]} /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
+    _, out, _ = run(engine, cpu_image, "sh", "-c", script, user="0")
+    assert out.split() == ["docker", "flexops"]
+
+
+def test_the_first_process_passes_signals_on(engine: Any, cpu_image: str) -> None:
+    script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
+    container = engine.containers.run(cpu_image, ["python", "-c", script], detach=True)
+    try:
+        deadline = time.monotonic() + 30
+        while b"ready" not in container.logs() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        started = time.monotonic()
+        container.stop(timeout=20)
+        assert time.monotonic() - started < 10
+        assert container.wait()["StatusCode"] == 7
+    finally:
+        container.remove(force=True)
+
+
+def test_image_run_passes_output_and_exit_code_on(engine: Any, image: Image, cpu_image: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)")
+    tmp_path.chmod(0o755)
+    before = containers(engine)
+    done = image("run", "cpu", "--tag", cpu_image, "--volume", f"{tmp_path}:/workspace", "--", "python", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "err\n")
+    assert containers(engine) == before
+
+
+def test_a_dev_image_compiles(engine: Any, image: Image, checkout: Path) -> None:
+    done = image.build("cpu", "--stage", "dev", "--tag", "flexops:cpu-test-dev", checkout=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["flexops", "build", "quant", "--target", "cpu", "--json"]
+    code, out, err = run(engine, "flexops:cpu-test-dev", *command, user="43210:54321")
+    assert code == 0, out + err
+    assert [one["error"] for one in json.loads(out)] == [None]
+
+
+# ---- rebuilding ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_rebuilds_what_depends_on_it(image: Image, checkout: Path, cpu_image: str) -> None:
+    """Neither downloads anything; a Python file compiles nothing. (On 2 idle cores: 13 s and 25 s.)"""
+
+    def rebuilt() -> str:
+        done = image.build("cpu", "--tag", cpu_image, "--json", checkout=checkout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return Path(json.loads(done.stdout)[0]["log"]).read_text()
+
+    def cached(log: str, instruction: str) -> bool:
+        step = next(part for part in log.split("\nStep ") if instruction in part.splitlines()[0])
+        return "Using cache" in step
+
+    (checkout / "flexops/ops/quant.py").open("a").write("\n# edited\n")
+    log = rebuilt()
+    assert cached(log, "fetch_wheels.sh")
+    assert cached(log, "install_wheels.sh runtime")
+    assert cached(log, "-m flexops.op_builder")
+    (checkout / "csrc/quant/quant_cpu.cpp").open("a").write("\n// edited\n")
+    log = rebuilt()
+    assert cached(log, "install_wheels.sh runtime")
+    assert not cached(log, "-m flexops.op_builder")
+
+
+# ---- builds that cannot succeed ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_kernel_shows_the_compilers_error(engine: Any, image: Image, checkout: Path, cpu_image: str, tmp_path: Path) -> None:
+    broken = tmp_path / "checkout"
+    shutil.copytree(checkout, broken)
+    source = broken / "csrc/quant/quant_cpu.cpp"
+    source.write_text(source.read_text() + "\nint broken = no_such_thing;\n")
+    before, tagged = containers(engine), engine.images.get(cpu_image).id
+    done = image.build("cpu", "--tag", cpu_image, checkout=broken)
+    assert done.returncode == 10
+    assert "no_such_thing" in done.stderr
+    assert "quant_cpu.cpp" in done.stderr
+    assert "log: " in done.stderr
+    assert engine.images.get(cpu_image).id == tagged
+    assert containers(engine) == before
+
+
+def test_a_base_that_cannot_be_had(image: Image, engine: Any) -> None:
+    done = image("build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE)
+    assert done.returncode == 10
+    assert "the base image cannot be had" in done.stderr
+    assert "registry.invalid/no/such:base" in done.stderr
+    assert "fix: --build-base" in done.stderr
+
+
+def test_an_index_that_cannot_be_reached(image: Image, index_url: str) -> None:
+    done = image("build", "cpu", "--build-base", BASE, "--runtime-base", BASE, "--index-url", "http://127.0.0.1:9/simple", "--network", "host")
+    assert done.returncode == 10
+    assert "no way to the network" in done.stderr or "lacks a package" in done.stderr
+    assert "--index-url" in done.stderr
+
+
+def test_no_engine_is_one_clear_error(image: Image) -> None:
+    done = image("list", environment={"DOCKER_HOST": "unix:///nowhere/docker.sock"})
+    assert done.returncode == 10
+    assert "no container engine answers" in done.stderr
+    assert "fix: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_socket_that_may_not_be_used(image: Image, engine: Any, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("root is needed to become another user; as another user the fake engine in test_images.py covers this")
+    script = f"import os; os.setgid(65534); os.setuid(65534); os.execvp({Image.command()[0]!r}, {Image.command('list')!r})"
+    environment = image.environment(Path(__file__).parents[2], {"HOME": str(tmp_path), "FLEXOPS_CACHE_DIR": str(tmp_path)})
+    done = subprocess.run([Image.command()[0], "-c", script], capture_output=True, text=True, env=environment, check=False)
+    if "No module named" in done.stderr or "can't open file" in done.stderr:
+        pytest.skip("this Python cannot be used by other users")
+    assert done.returncode == 10
+    assert "may not use the container engine" in done.stderr
+    assert "usermod -aG docker" in done.stderr
+
+
+def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path, cpu_image: str) -> None:
+    before = containers(engine)
+    command = Image.command("build", "cpu", "--tag", "flexops:interrupted", "--no-cache", *image.build_options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=Image.environment(checkout), start_new_session=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "RUN" in line:  # a step that runs for seconds
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "nothing was tagged" in err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 60
+    while containers(engine) - before and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert containers(engine) == before
+    assert not [one for one in engine.images.list() if "flexops:interrupted" in one.tags]
+
+
+@pytest.fixture
+def full_engine(engine: Any, base: str, tmp_path: Path) -> Iterator[str]:
+    """Another engine, on a disk of its own that has little room beside the base image; its DOCKER_HOST."""
+    if os.geteuid() != 0 or not shutil.which("dockerd"):
+        pytest.skip("a second engine on a small disk needs root and dockerd")
+    disk, host = tmp_path / "disk", f"unix://{tmp_path}/engine.sock"
+    disk.mkdir()
+    size = engine.images.get(base).attrs["Size"] // 2**20 + 80
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(disk)], check=True)
+    places = ["--data-root", str(disk), "--exec-root", str(tmp_path / "exec"), "--pidfile", str(tmp_path / "pid"), "--host", host]
+    with (tmp_path / "dockerd.log").open("w") as log:
+        daemon = subprocess.Popen(["dockerd", *places, "--iptables=false", "--bridge=none"], stdout=log, stderr=log)
+    try:
+        from docker import DockerClient
+
+        client = DockerClient(base_url=host)
+        for _ in range(120):
+            try:
+                if client.ping():
+                    break
+            except Exception:
+                time.sleep(0.25)
+        client.images.load(b"".join(engine.images.get(base).save(named=True)))
+        client.close()
+        yield host
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=60)
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def test_a_full_disk(full_engine: str, image: Image) -> None:
+    done = image("build", "cpu", *image.build_options, environment={"DOCKER_HOST": full_engine})
+    assert done.returncode == 10
+    assert "the engine's disk is full" in done.stderr
+    assert "GB are free" in done.stderr
+    assert "docker system prune" in done.stderr
