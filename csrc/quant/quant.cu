@@ -9,7 +9,7 @@ namespace {
 
 using quant::Params;
 
-constexpr int64_t kFewGroups = 1024;   // fewer groups than this, and long ones: a block works on each
+constexpr int64_t kFewGroups = 1024;  // fewer groups than this, and long ones: a block works on each
 constexpr int64_t kLongGroup = 8192;
 constexpr int64_t kDivisible = int64_t{1} << 32;
 constexpr int64_t kUnlimited = int64_t{1} << 30;
@@ -70,21 +70,30 @@ void plan_any(Params& p, const QuantLayout& l) {
   p.total = l.outer * l.groups * l.inner;
   p.lanes = 1;
   if (l.group_size >= kLongGroup && p.total < kFewGroups) {
-    p.lanes = quant::kThreads;
+    p.lanes = quant::kAnyThreads;
   } else if (l.inner == 1) {
     while (p.lanes < quant::kNarrowWarp && p.lanes * 2 <= l.group_bytes) p.lanes *= 2;
   }
 }
 
-/// One launch of the kernel for elements of 2 or 4 bytes, with `per_block` of p.total in a block. As a pointer, because each <<<>>> costs build time.
-void launch(const void* two, const void* four, const QuantLayout& l, Params& p, int64_t per_block, int threads, void* stream) {
+/// A kernel for each type. As pointers, because each <<<>>> costs build time.
+using Kernels = const void* [3];
+#define FLEXOPS_KERNELS(kernel)                                                                                            \
+  {reinterpret_cast<const void*>(&quant::kernel<quant::kF32>), reinterpret_cast<const void*>(&quant::kernel<quant::kF16>), \
+   reinterpret_cast<const void*>(&quant::kernel<quant::kBf16>)}
+
+const Kernels kRowQuantizers = FLEXOPS_KERNELS(quantize_rows), kRowDequantizers = FLEXOPS_KERNELS(dequantize_rows);
+const Kernels kColumnQuantizers = FLEXOPS_KERNELS(quantize_columns), kColumnDequantizers = FLEXOPS_KERNELS(dequantize_columns);
+
+/// With `per_block` of p.total in a block.
+void launch(const void* kernel, Params& p, int64_t per_block, int threads, void* stream) {
   const auto blocks = static_cast<unsigned>((p.total + per_block - 1) / per_block);
   void* arguments[] = {&p};
-  cudaLaunchKernel(element_size(l.type) == 2 ? two : four, dim3(blocks), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream));
+  cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream));
 }
-
-#define FLEXOPS_BOTH(kernel) reinterpret_cast<const void*>(&quant::kernel<2>), reinterpret_cast<const void*>(&quant::kernel<4>)
-#define FLEXOPS_ONE(kernel) reinterpret_cast<const void*>(&quant::kernel), reinterpret_cast<const void*>(&quant::kernel)
+void launch(const Kernels& kernels, Params& p, int64_t per_block, int threads, void* stream) {
+  launch(kernels[p.type], p, per_block, threads, stream);
+}
 
 const char* last_error() {
   const cudaError_t error = cudaGetLastError();
@@ -97,12 +106,12 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
   if (layout.outer * layout.groups * layout.inner == 0) return nullptr;
   Params p = make_params(x, packed, scales, layout);
   if (plan_rows(p, layout, x, quant::kNarrowWarp)) {
-    launch(FLEXOPS_BOTH(quantize_rows), layout, p, quant::kThreads * quant::kPairs * 2, quant::kThreads, stream);
+    launch(kRowQuantizers, p, quant::kRowThreads * quant::kVectors, quant::kRowThreads, stream);
   } else if (plan_columns(p, layout, x, quant::kColumnRows * quant::kColumnSlots)) {
-    launch(FLEXOPS_BOTH(quantize_columns), layout, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
+    launch(kColumnQuantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
     plan_any(p, layout);
-    launch(FLEXOPS_ONE(quantize_any), layout, p, quant::kThreads / p.lanes, quant::kThreads, stream);
+    launch(reinterpret_cast<const void*>(&quant::quantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }
@@ -111,12 +120,12 @@ const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out
   if (layout.outer * layout.length * layout.inner == 0) return nullptr;
   Params p = make_params(packed, out, scales, layout);
   if (plan_rows(p, layout, out, kUnlimited)) {
-    launch(FLEXOPS_BOTH(dequantize_rows), layout, p, quant::kThreads * quant::kDequantUnroll, quant::kThreads, stream);
+    launch(kRowDequantizers, p, quant::kRowThreads * quant::kVectors, quant::kRowThreads, stream);
   } else if (plan_columns(p, layout, out, kUnlimited)) {
-    launch(FLEXOPS_BOTH(dequantize_columns), layout, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
+    launch(kColumnDequantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
     p.total = layout.outer * layout.length * layout.inner;
-    launch(FLEXOPS_ONE(dequantize_any), layout, p, quant::kThreads, quant::kThreads, stream);
+    launch(reinterpret_cast<const void*>(&quant::dequantize_any), p, quant::kAnyThreads, quant::kAnyThreads, stream);
   }
   return last_error();
 }

@@ -1,13 +1,13 @@
-// Group-wise quantization's kernels. Formulas and format: flexops/ops/quant.py, which they reproduce bit for bit: so every float operation that
-// decides a result is an explicit, unfused one.
+// Group-wise quantization's kernels. Formulas and format: flexops/ops/quant.py, which they reproduce bit for bit: so every float operation
+// that decides a result is an explicit, unfused one.
 //
-// Memory decides: bf16 to 4 bits in groups of 64 reads 2 and writes 0.56 bytes an element. So each element is read once, 16 bytes at a time, its
-// group stays in registers, a thread has several loads in flight, and nothing is marked for keeping in the caches. Three ways:
+// Memory decides: bf16 to 4 bits in groups of 64 reads 2 and writes 0.56 bytes an element. So each element is read once, 16 bytes at a
+// time, its group stays in registers, a thread has several loads in flight, and nothing is marked for keeping in the caches. Three ways:
 //   rows      groups along contiguous memory: 1 to 32 neighbouring lanes hold a group's 16-byte vectors;
 //   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes of up to 8 rows;
 //   any       the rest: 1 to 32 lanes or a whole block go over a group twice.
-// Kernels are instantiated for the width of an element only. bf16 or fp16, the dtype of scales, bits and symmetry are uniform over the grid and
-// told at run time: that costs next to nothing, and instantiations cost build time.
+// Kernels are instantiated for each type of elements. Bits, symmetry and the dtype of scales are uniform over the grid and told at run
+// time: that costs next to nothing, and instantiations cost build time.
 #pragma once
 
 #include "common/device.cuh"
@@ -18,30 +18,25 @@ namespace flexops::quant {
 
 // Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
 #if !defined(FLEXOPS_QUANT_THREADS)
-#define FLEXOPS_QUANT_THREADS 256
+#define FLEXOPS_QUANT_THREADS 128
 #endif
-#if !defined(FLEXOPS_QUANT_PAIRS)
-#define FLEXOPS_QUANT_PAIRS 2
-#endif
-#if !defined(FLEXOPS_DEQUANT_STORE)
-#define FLEXOPS_DEQUANT_STORE streaming
-#endif
-#if !defined(FLEXOPS_DEQUANT_UNROLL)
-#define FLEXOPS_DEQUANT_UNROLL 2
+#if !defined(FLEXOPS_QUANT_LOG_VECTORS)
+#define FLEXOPS_QUANT_LOG_VECTORS 2
 #endif
 #if !defined(FLEXOPS_QUANT_COLUMN_THREADS)
-#define FLEXOPS_QUANT_COLUMN_THREADS 128
+#define FLEXOPS_QUANT_COLUMN_THREADS 64
 #endif
 #if !defined(FLEXOPS_QUANT_COLUMN_ROWS)
-#define FLEXOPS_QUANT_COLUMN_ROWS 8
+#define FLEXOPS_QUANT_COLUMN_ROWS 16
 #endif
 
-constexpr int kThreads = FLEXOPS_QUANT_THREADS;
-constexpr int kPairs = FLEXOPS_QUANT_PAIRS;             // rows: pairs of vectors a thread quantizes
-constexpr int kDequantUnroll = FLEXOPS_DEQUANT_UNROLL;  // rows: vectors a thread dequantizes
+constexpr int kRowThreads = FLEXOPS_QUANT_THREADS;
+constexpr int kLogVectors = FLEXOPS_QUANT_LOG_VECTORS;
+constexpr int kVectors = 1 << kLogVectors;  // rows: vectors of a lane
 constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
 constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds
-constexpr int kColumnSlots = 128 / kColumnRows;          // columns: lanes that share a column's group, at most
+constexpr int kColumnSlots = 128 / kColumnRows;         // columns: lanes that share a column's group, at most
+constexpr int kAnyThreads = 256;
 constexpr int kNarrowWarp = 32;  // lanes that share a group; a wavefront of 64 holds two such
 
 enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
@@ -58,12 +53,12 @@ struct Params {
   i64 chunks;            // columns: vectors in `inner`
   int lanes, log_lanes;  // rows: vectors a group; columns: lanes that share a group; any: threads that share a group
   int bits;
-  int pair;              // entries a group in scales: 2, or 1 if symmetric
+  int pair;  // entries a group in scales: 2, or 1 if symmetric
   Type type, scale_type;
-  bool flat;             // rows: vector v is at 16 * v: no gaps and no short groups. Else `total` fits 32 bits, for quick divisions
+  bool flat;  // rows: vector v is at 16 * v: no gaps and no short groups. Else `total` fits 32 bits, for quick divisions
 };
 
-// ---- numbers -----------------------------------------------------------------------------------------------------------------------------
+// ---- numbers --------------------------------------------------------------------------------------------------------
 
 constexpr float kFloatMax = 3.40282347e38f;
 // Adding 1.5 * 2^23 rounds to an integer, half to even, whose low bits are the sum's low bits.
@@ -80,6 +75,9 @@ FLEXOPS_DEVICE float largest_of(Type type) {
 /// An element's bits. Only the 16-bit ones have to look at the type.
 template <int kBytes>
 using Bits = typename detail::Word<kBytes>::type;
+
+template <Type kType>
+constexpr int kSize = kType == kF32 ? 4 : 2;
 
 template <int kBytes>
 constexpr int kVector = 16 / kBytes;
@@ -115,7 +113,8 @@ template <int N>
 FLEXOPS_DEVICE Vec<u16, N> narrow(const float (&in)[N], Type type, u16) {
   Vec<u32, N / 2> words;
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) words.at[i] = type == kBf16 ? pack2<bf16>(in[2 * i], in[2 * i + 1]) : pack2<f16>(in[2 * i], in[2 * i + 1]);
+  for (int i = 0; i < N / 2; ++i)
+    words.at[i] = type == kBf16 ? pack2<bf16>(in[2 * i], in[2 * i + 1]) : pack2<f16>(in[2 * i], in[2 * i + 1]);
   return bit_cast<Vec<u16, N>>(words);
 }
 
@@ -163,13 +162,13 @@ struct Coding {
   bool symmetric;
 };
 
-FLEXOPS_DEVICE Coding make_coding(const Params& p) {
+FLEXOPS_DEVICE Coding make_coding(const Params& p, Type type) {
   Coding c;
   c.symmetric = p.pair == 1;
   c.top = p.bits == 4 ? (c.symmetric ? 7.0f : 15.0f) : (c.symmetric ? 127.0f : 255.0f);
   c.round = p.bits == 4 && c.symmetric ? kRound + 8.0f : kRound;
   c.flip = c.symmetric ? 0x88888888u : 0u;
-  c.most = largest_of(p.type);
+  c.most = largest_of(type);
   return c;
 }
 
@@ -191,8 +190,11 @@ struct Extremes {
     lowest = fminf(lowest, other_lowest);
     highest = fmaxf(highest, other_highest);
   }
-  /// With the lane `lane ^ mask`, of 32.
-  FLEXOPS_DEVICE void merge(int mask) { merge(shuffle_xor(lowest, mask, kNarrowWarp), shuffle_xor(highest, mask, kNarrowWarp)); }
+  FLEXOPS_DEVICE void merge(const Extremes& other) { merge(other.lowest, other.highest); }
+  /// Those of the lane `lane ^ mask`, of 32; settled.
+  FLEXOPS_DEVICE Extremes from(int mask) const {
+    return {shuffle_xor(lowest, mask, kNarrowWarp), shuffle_xor(highest, mask, kNarrowWarp), 0.0f};
+  }
 };
 
 /// Extremes of whole vectors, of all their elements together or of each column.
@@ -217,11 +219,13 @@ struct Span {
   }
   FLEXOPS_DEVICE void merge(const Span& other, Type) {
 #pragma unroll
-    for (int i = 0; i < kSets; ++i) e[i].merge(other.e[i].lowest, other.e[i].highest);
+    for (int i = 0; i < kSets; ++i) e[i].merge(other.e[i]);
   }
-  FLEXOPS_DEVICE void merge(int mask, Type) {
+  FLEXOPS_DEVICE Span from(int mask) const {
+    Span out;
 #pragma unroll
-    for (int i = 0; i < kSets; ++i) e[i].merge(mask);
+    for (int i = 0; i < kSets; ++i) out.e[i] = e[i].from(mask);
+    return out;
   }
   FLEXOPS_DEVICE float lowest(int set, Type) const { return e[set].lowest; }
   FLEXOPS_DEVICE float highest(int set, Type) const { return e[set].highest; }
@@ -252,20 +256,23 @@ struct Span<2, kEachColumn> {
 #pragma unroll
     for (int k = 0; k < (kEachColumn ? 2 : 1); ++k) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) word[k][i] = type == kBf16 ? min2<bf16>(word[k][i], other.word[k][i]) : min2<f16>(word[k][i], other.word[k][i]);
+      for (int i = 0; i < kWords; ++i)
+        word[k][i] = type == kBf16 ? min2<bf16>(word[k][i], other.word[k][i]) : min2<f16>(word[k][i], other.word[k][i]);
     }
   }
-  FLEXOPS_DEVICE void merge(int mask, Type type) {
-    Span other;
+  FLEXOPS_DEVICE Span from(int mask) const {
+    Span out;
 #pragma unroll
     for (int k = 0; k < (kEachColumn ? 2 : 1); ++k) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) other.word[k][i] = shuffle_xor(word[k][i], mask, kNarrowWarp);
+      for (int i = 0; i < kWords; ++i) out.word[k][i] = shuffle_xor(word[k][i], mask, kNarrowWarp);
     }
-    merge(other, type);
+    return out;
   }
   FLEXOPS_DEVICE float lowest(int set, Type type) const { return half(word[0][set / 2], set % 2, type); }
-  FLEXOPS_DEVICE float highest(int set, Type type) const { return kEachColumn ? -half(word[1][set / 2], set % 2, type) : -half(word[0][0], 1, type); }
+  FLEXOPS_DEVICE float highest(int set, Type type) const {
+    return kEachColumn ? -half(word[1][set / 2], set % 2, type) : -half(word[0][0], 1, type);
+  }
 
  private:
   template <typename T>
@@ -339,6 +346,14 @@ FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
 #endif
 }
 
+/// A group's pair from another lane.
+FLEXOPS_DEVICE Vec<u16, 2> hand(const Vec<u16, 2>& pair, int lane) {
+  return bit_cast<Vec<u16, 2>>(shuffle(bit_cast<u32>(pair), lane, kNarrowWarp));
+}
+FLEXOPS_DEVICE Vec<u32, 2> hand(const Vec<u32, 2>& pair, int lane) {
+  return {shuffle(pair.at[0], lane, kNarrowWarp), shuffle(pair.at[1], lane, kNarrowWarp)};
+}
+
 /// What turns codes back into values.
 struct Decoding {
   u32 flip;    // symmetric codes: the bit that makes them positive ...
@@ -356,129 +371,186 @@ FLEXOPS_DEVICE Decoding make_decoding(const Params& p) {
 
 FLEXOPS_DEVICE float apply(float code, float step, float minimum) { return __fadd_rn(__fmul_rn(code, step), minimum); }
 
-/// The code of `bits` bits at bit `shift` of a word, both known when compiling. No conversion and, up to bit 23, no shift: with 2^(23 - shift)'s
-/// exponent above them, the bits where they stand are the float 2^(23 - shift) + code.
+/// (word & mask) | base as one instruction: of the plain expression ptxas makes two.
+FLEXOPS_DEVICE u32 pick(u32 word, u32 mask, u32 base) {
+#if FLEXOPS_HIP
+  return (word & mask) | base;
+#else
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(base));
+  return out;
+#endif
+}
+
+/// The code of `bits` bits at bit `shift` of a word, both known when compiling. No conversion and, up to bit 23, no shift: with 2^(23 -
+/// shift)'s exponent above them, the bits where they stand are the float 2^(23 - shift) + code.
 FLEXOPS_DEVICE float decode_at(u32 word, int bits, int shift, float step, float minimum, const Decoding& d) {
   const bool far = shift + bits > 23;
   const int at = far ? shift - 16 : shift;
   const u32 mask = ((1u << bits) - 1u) << at;
   const float base = 8388608.0f / static_cast<float>(1 << at);
-  return apply(bit_cast<float>(((far ? word >> 16 : word) & mask) | (150u - at) << 23) - (base + d.bias), step, minimum);
+  return apply(bit_cast<float>(pick(far ? word >> 16 : word, mask, (150u - at) << 23)) - (base + d.bias), step, minimum);
 }
 
-// ---- rows --------------------------------------------------------------------------------------------------------------------------------
+// ---- rows -----------------------------------------------------------------------------------------------------------
+// A warp works on 32 * kVectors neighbouring vectors, 32 at each access: so every access is to whole cache lines. All lanes of a group
+// would work out the same scale; instead groups are dealt out: few lanes work out each, and hand it to the others by a shuffle.
 
-/// Where a vector of a row lies. A vector beyond a row's end pads the row's last group.
+/// Where a vector lies. One beyond a row's end pads the row's last group and stands for the group's first; one beyond everything stands for
+/// the very first: reading there changes no group, and nobody has to ask before.
 struct Place {
   i64 element;
   bool inside;
 };
 
-template <int N>
-FLEXOPS_DEVICE Place place_of(const Params& p, i64 vector) {
-  if (vector >= p.total) return {0, false};
-  if (p.flat) return {vector * N, true};
-  const u32 group = static_cast<u32>(vector >> p.log_lanes), groups = static_cast<u32>(p.groups), row = group / groups;
-  const i64 column = static_cast<i64>(group - row * groups) * p.group_size + (vector & (p.lanes - 1)) * N;
-  return {row * p.outer_stride + column, column < p.length};
+template <int N, int kCount>
+FLEXOPS_DEVICE void find_places(Place (&out)[kCount], const Params& p, i64 first) {
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    const i64 vector = first + u * kNarrowWarp;
+    out[u].inside = vector < p.total;
+    out[u].element = out[u].inside ? vector * N : 0;
+  }
+  if (p.flat) return;
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    const u32 vector = static_cast<u32>(out[u].element / N), group = vector >> p.log_lanes, groups = static_cast<u32>(p.groups),
+              row = group / groups;
+    const i64 start = static_cast<i64>(group - row * groups) * p.group_size, column = start + (vector & (p.lanes - 1)) * N;
+    if (column >= p.length) out[u].inside = false;
+    out[u].element = row * p.outer_stride + (column < p.length ? column : start);
+  }
 }
 
-template <int N>
-FLEXOPS_DEVICE void store_codes(void* out, i64 vector, const u32 (&code)[N], const Params& p, const Coding& c, bool blank) {
+/// A lane's first vector; the next are 32 further on each.
+FLEXOPS_DEVICE i64 first_vector() {
+  const i64 thread = static_cast<i64>(blockIdx.x) * kRowThreads + threadIdx.x;
+  const int lane = threadIdx.x % kNarrowWarp;
+  return (thread - lane) * kVectors + lane;
+}
+
+/// A group's scale and minimum as they are stored.
+template <Type kType>
+FLEXOPS_DEVICE Vec<Bits<kSize<kType>>, 2> make_pair(float lowest, float highest, const Coding& c) {
+  const Group g(lowest, highest, c);
+  const float pair[2] = {g.scale, g.minimum};
+  return narrow(pair, kType, Bits<kSize<kType>>{});
+}
+
+/// Codes a vector with its group's pair.
+template <Type kType>
+FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<kType>>& data, const Vec<Bits<kSize<kType>>, 2>& pair,
+                                const Coding& c, bool blank) {
+  constexpr int N = kVector<kSize<kType>>;
+  float numbers[2], value[N];
+  widen(numbers, pair, kType);
+  widen(value, data, kType);
+  const Group g(numbers[1], numbers[0]);
+  blank |= g.is_broken();
+  u32 code[N];
   if (p.bits == 4) {
     using Word = Bits<N / 2>;
+#pragma unroll
+    for (int i = 0; i < N; ++i) code[i] = g.code4(value[i], c.round);
     const u32 word = blank ? 0u : pack_nibbles(code, c.flip);
-    store<Cache::streaming>(static_cast<Word*>(out) + vector, static_cast<Word>(word));
+    store<Cache::streaming>(static_cast<Word*>(p.out) + vector, static_cast<Word>(word));
   } else {
     Vec<u32, N / 4> words;
 #pragma unroll
+    for (int i = 0; i < N; ++i) code[i] = g.code(value[i], c.top, c.round);
+#pragma unroll
     for (int i = 0; i < N / 4; ++i) words.at[i] = blank ? 0u : pack_bytes(code[4 * i], code[4 * i + 1], code[4 * i + 2], code[4 * i + 3]);
-    store<Cache::streaming>(static_cast<Vec<u32, N / 4>*>(out) + vector, words);
+    store<Cache::streaming>(static_cast<Vec<u32, N / 4>*>(p.out) + vector, words);
   }
 }
 
-/// Rounds the scale to its dtype, and stores the pair if asked to.
+/// Merges each vector's extremes over the lanes that share its group, at least kVectors. At each step a lane gives half of what it has for
+/// the other half of its partner's, until span[0] is all it has: that of vector (lane % lanes) / (lanes / kVectors).
+template <typename S>
+FLEXOPS_DEVICE void deal(S (&span)[kVectors], int lanes, Type type) {
+  int mask = lanes / 2;
+#pragma unroll
+  for (int half = kVectors / 2; half > 0; half /= 2) {
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      S given = span[i + half];
+      if (upper) {
+        given = span[i];
+        span[i] = span[i + half];
+      }
+      span[i].merge(given.from(mask), type);
+    }
+    mask /= 2;
+  }
+  for (; mask > 0; mask /= 2) span[0].merge(span[0].from(mask), type);
+}
+
 template <int kBytes>
-FLEXOPS_DEVICE void settle_pair(Group& g, void* scales, i64 group, const Params& p, bool write) {
-  using Element = Bits<kBytes>;
-  float pair[2] = {g.scale, g.minimum};
-  const Vec<Element, 2> bits = narrow(pair, p.type, Element{});
-  widen(pair, bits, p.type);
-  g.scale = pair[0];
-  if (!write) return;
+FLEXOPS_DEVICE Vector<kBytes> load_vector(const Params& p, const Place& place) {
+  return load<Cache::streaming>(reinterpret_cast<const Vector<kBytes>*>(static_cast<const Bits<kBytes>*>(p.x) + place.element));
+}
+
+template <typename Element>
+FLEXOPS_DEVICE void store_pair(const Params& p, i64 group, const Vec<Element, 2>& pair) {
   if (p.pair == 1) {
-    static_cast<Element*>(scales)[group] = bits.at[0];
+    static_cast<Element*>(p.scales)[group] = pair.at[0];
   } else {
-    store<Cache::streaming>(static_cast<Vec<Element, 2>*>(scales) + group, bits);
+    store<Cache::streaming>(static_cast<Vec<Element, 2>*>(p.scales) + group, pair);
   }
 }
 
-/// Where a thread's k-th pair of vectors lies. Both are of one group, where a group has several: then fewer lanes have to agree, and a group is
-/// worked out less often.
-struct Pair {
-  i64 first;
-  int stride, slot;
-  bool shared;
-
-  FLEXOPS_DEVICE Pair(const Params& p, int k) : shared(p.lanes > 1) {
-    const i64 thread = (static_cast<i64>(blockIdx.x) * kPairs + k) * kThreads + threadIdx.x;
-    stride = shared ? p.lanes / 2 : kThreads;
-    slot = shared ? threadIdx.x & (stride - 1) : 0;
-    first = shared ? 2 * thread - slot : 2 * thread - threadIdx.x;
+/// Groups of fewer than kVectors vectors: each lane works out its vectors' groups, one after the other.
+template <Type kType>
+FLEXOPS_DEVICE void quantize_small_groups(const Params& p, i64 first, const Coding& c) {
+  constexpr int kBytes = kSize<kType>;
+#pragma unroll 1
+  for (int u = 0; u < kVectors; ++u) {
+    const i64 vector = first + u * kNarrowWarp;
+    Place place[1];
+    find_places<kVector<kBytes>>(place, p, vector);
+    const auto data = load_vector<kBytes>(p, place[0]);
+    Span<kBytes, false> span;
+    span.clear(kType);
+    span.add(data, kType);
+    span.settle(kType);
+    for (int mask = p.lanes / 2; mask > 0; mask /= 2) span.merge(span.from(mask), kType);
+    if (vector >= p.total) continue;
+    const auto pair = make_pair<kType>(span.lowest(0, kType), span.highest(0, kType), c);
+    if ((threadIdx.x & (p.lanes - 1)) == 0) store_pair(p, vector >> p.log_lanes, pair);
+    store_codes<kType>(p, vector, data, pair, c, !place[0].inside);
   }
-};
+}
 
-template <int kBytes>
-__global__ void __launch_bounds__(kThreads) quantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
-  const Coding c = make_coding(p);
-  Vector<kBytes> data[kPairs][2];
-  bool inside[kPairs][2];
+template <Type kType>
+__global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int kBytes = kSize<kType>;
+  const i64 first = first_vector();
+  const Coding c = make_coding(p, kType);
+  if (p.lanes < kVectors) return quantize_small_groups<kType>(p, first, c);
+  Place place[kVectors];
+  find_places<kVector<kBytes>>(place, p, first);
+  Vector<kBytes> data[kVectors];
 #pragma unroll
-  for (int k = 0; k < kPairs; ++k) {
-    const Pair pair(p, k);
+  for (int u = 0; u < kVectors; ++u) data[u] = load_vector<kBytes>(p, place[u]);
+  Span<kBytes, false> span[kVectors];
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const Place at = place_of<N>(p, pair.first + u * pair.stride);
-      inside[k][u] = at.inside;
-      if (at.inside) data[k][u] = load<Cache::streaming>(reinterpret_cast<const Vector<kBytes>*>(static_cast<const Bits<kBytes>*>(p.x) + at.element));
-    }
+  for (int u = 0; u < kVectors; ++u) {
+    span[u].clear(kType);
+    span[u].add(data[u], kType);
+    span[u].settle(kType);
   }
+  deal(span, p.lanes, kType);
+  const auto pair = make_pair<kType>(span[0].lowest(0, kType), span[0].highest(0, kType), c);
+  const int share = p.lanes >> kLogVectors;  // lanes that work out the same group
+  const int lane = threadIdx.x % kNarrowWarp, start = lane & -p.lanes;
+  const i64 mine = first + ((lane - start) >> (p.log_lanes - kLogVectors)) * kNarrowWarp;
+  if (mine < p.total && (lane & (share - 1)) == 0) store_pair(p, mine >> p.log_lanes, pair);
 #pragma unroll
-  for (int k = 0; k < kPairs; ++k) {
-    const Pair pair(p, k);
-    Span<kBytes, false> span[2];
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      span[u].clear(p.type);
-      if (inside[k][u]) span[u].add(data[k][u], p.type);
-      span[u].settle(p.type);
-    }
-    if (pair.shared) {
-      span[0].merge(span[1], p.type);
-      for (int mask = pair.stride / 2; mask > 0; mask >>= 1) span[0].merge(mask, p.type);
-    }
-    Group g(0.0f, 0.0f);
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const i64 vector = pair.first + u * pair.stride;
-      if (vector >= p.total) continue;
-      if (u == 0 || !pair.shared) {
-        g = Group(span[u].lowest(0, p.type), span[u].highest(0, p.type), c);
-        settle_pair<kBytes>(g, p.scales, vector >> p.log_lanes, p, pair.slot == 0);
-      }
-      float value[N];
-      widen(value, data[k][u], p.type);
-      u32 code[N];
-      if (p.bits == 4) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) code[i] = g.code4(value[i], c.round);
-      } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) code[i] = g.code(value[i], c.top, c.round);
-      }
-      store_codes(p.out, vector, code, p, c, g.is_broken() || !inside[k][u]);
-    }
+  for (int u = 0; u < kVectors; ++u) {
+    const auto its = hand(pair, start + u * share);
+    const i64 vector = first + u * kNarrowWarp;
+    if (vector < p.total) store_codes<kType>(p, vector, data[u], its, c, !place[u].inside);
   }
 }
 
@@ -515,39 +587,63 @@ FLEXOPS_DEVICE void load_pair(float& scale, float& minimum, const Params& p, i64
   scale = pair[0], minimum = pair[1];
 }
 
-template <int kBytes>
-__global__ void __launch_bounds__(kThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
-  const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kDequantUnroll) + threadIdx.x;
-  const Decoding d = make_decoding(p);
-  Vec<u32, N / 4> words[kDequantUnroll];
-  float scale[kDequantUnroll], minimum[kDequantUnroll];
+/// Decodes a vector and stores it.
+template <Type kType>
+FLEXOPS_DEVICE void store_values(const Params& p, const Place& place, const Vec<u32, kVector<kSize<kType>> / 4>& words, float step,
+                                 float minimum, const Decoding& d) {
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
+  if (!place.inside) return;
+  float value[N];
+  if (p.bits == 4) {
 #pragma unroll
-  for (int u = 0; u < kDequantUnroll; ++u) {
-    const i64 vector = first + u * kThreads;
-    if (vector >= p.total) break;
-    words[u] = load_codes<N>(p.x, vector, p.bits);
-    load_pair(scale[u], minimum[u], p, vector >> p.log_lanes);
+    for (int i = 0; i < N; ++i) value[i] = decode_at(words.at[0] ^ d.flip, 4, 4 * (i ^ 1), step, minimum, d);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = decode_at(words.at[i / 4] ^ d.flip, 8, 8 * (i % 4), step, minimum, d);
   }
-#pragma unroll
-  for (int u = 0; u < kDequantUnroll; ++u) {
-    const Place at = place_of<N>(p, first + u * kThreads);
-    if (!at.inside) continue;
-    const float step = __frcp_rn(scale[u]);
-    float value[N];
-    if (p.bits == 4) {
-      const u32 word = words[u].at[0] ^ d.flip;
-#pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = decode_at(word, 4, 4 * (i ^ 1), step, minimum[u], d);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = decode_at(words[u].at[i / 4] ^ d.flip, 8, 8 * (i % 4), step, minimum[u], d);
+  auto* out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) + place.element);
+  store<Cache::streaming>(out, narrow(value, kType, Bits<kBytes>{}));
+}
+
+template <Type kType>
+__global__ void __launch_bounds__(kRowThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int N = kVector<kSize<kType>>;
+  const i64 first = first_vector();
+  const Decoding d = make_decoding(p);
+  float scale, minimum;
+  if (p.lanes < kVectors) {  // more groups than lanes
+#pragma unroll 1
+    for (i64 vector = first; vector < first + kVectors * kNarrowWarp && vector < p.total; vector += kNarrowWarp) {
+      Place place[1];
+      find_places<N>(place, p, vector);
+      const auto words = load_codes<N>(p.x, vector, p.bits);
+      load_pair(scale, minimum, p, vector >> p.log_lanes);
+      store_values<kType>(p, place[0], words, __frcp_rn(scale), minimum, d);
     }
-    store<Cache::FLEXOPS_DEQUANT_STORE>(reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) + at.element), narrow(value, p.type, Bits<kBytes>{}));
+    return;
+  }
+  Place place[kVectors];
+  find_places<N>(place, p, first);
+  Vec<u32, N / 4> words[kVectors];
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    const i64 vector = first + u * kNarrowWarp;
+    words[u] = load_codes<N>(p.x, vector < p.total ? vector : 0, p.bits);
+  }
+  // Lane i reads the warp's i-th group; lanes beyond its last one read the first.
+  const int lane = threadIdx.x % kNarrowWarp;
+  const i64 group = ((first - lane) >> p.log_lanes) + (lane < kVectors * kNarrowWarp >> p.log_lanes ? lane : 0),
+            last = (p.total - 1) >> p.log_lanes;
+  load_pair(scale, minimum, p, group < last ? group : last);
+  const float step = __frcp_rn(scale);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    const int owner = (u * kNarrowWarp + lane) >> p.log_lanes;
+    store_values<kType>(p, place[u], words[u], shuffle(step, owner, kNarrowWarp), shuffle(minimum, owner, kNarrowWarp), d);
   }
 }
 
-// ---- columns -----------------------------------------------------------------------------------------------------------------------------
+// ---- columns --------------------------------------------------------------------------------------------------------
 // A warp is `lanes` slots of 32 / lanes neighbouring chunks of 16 bytes. Slot s holds the row pairs s, s + lanes, s + 2 * lanes, ...
 
 struct Tile {
@@ -555,7 +651,7 @@ struct Tile {
   i64 first_row;            // in `length`
   i64 rows;                 // of the group, not counting what pads a short one
   int slot;
-  bool inside;              // if not, it is the first chunk's place, for loads that need no check
+  bool inside;  // if not, it is the first chunk's place, for loads that need no check
 };
 
 template <int N>
@@ -578,11 +674,11 @@ FLEXOPS_DEVICE Tile tile_of(const Params& p) {
   return t;
 }
 
-template <int kBytes>
+template <Type kType>
 __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   const Tile t = tile_of<N>(p);
-  const Coding c = make_coding(p);
+  const Coding c = make_coding(p, kType);
   const auto* x = static_cast<const Bits<kBytes>*>(p.x) + t.outer * p.outer_stride + t.first_row * p.length_stride + t.column;
   const auto row_of = [&](int k) { return 2 * (t.slot + (k / 2) * p.lanes) + k % 2; };
   const int rows = static_cast<int>(t.rows), group_size = static_cast<int>(p.group_size);
@@ -593,132 +689,141 @@ __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS
     data[k] = load<Cache::streaming>(reinterpret_cast<const Vector<kBytes>*>(x + row * p.length_stride));
   }
   Span<kBytes, true> span;
-  span.clear(p.type);
+  span.clear(kType);
 #pragma unroll
-  for (int k = 0; k < kColumnRows; ++k) span.add(data[k], p.type);
-  span.settle(p.type);
-  for (int mask = kNarrowWarp / 2; mask >= kNarrowWarp / p.lanes; mask >>= 1) span.merge(mask, p.type);
+  for (int k = 0; k < kColumnRows; ++k) span.add(data[k], kType);
+  span.settle(kType);
+  for (int mask = kNarrowWarp / 2; mask >= kNarrowWarp / p.lanes; mask >>= 1) span.merge(span.from(mask), kType);
   if (!t.inside) return;
   float minimum[N], scale[N];
   u32 whole[N / 4] = {};  // ones in the bytes of columns whose group is not broken: the others' codes are 0
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const Group g(span.lowest(i, p.type), span.highest(i, p.type), c);
+    const Group g(span.lowest(i, kType), span.highest(i, kType), c);
     minimum[i] = g.minimum, scale[i] = g.scale;
     if (!g.is_broken()) whole[i / 4] |= 255u << (8 * (i % 4));
   }
-  const Vector<kBytes> scale_bits = narrow(scale, p.type, Bits<kBytes>{});
-  widen(scale, scale_bits, p.type);
+  const Vector<kBytes> scale_bits = narrow(scale, kType, Bits<kBytes>{});
+  widen(scale, scale_bits, kType);
   if (t.slot == 0) {
     auto* scales = static_cast<Bits<kBytes>*>(p.scales) + t.line * p.pair * p.inner + t.column;
     store<Cache::streaming>(reinterpret_cast<Vector<kBytes>*>(scales), scale_bits);
-    if (!c.symmetric) store<Cache::streaming>(reinterpret_cast<Vector<kBytes>*>(scales + p.inner), narrow(minimum, p.type, Bits<kBytes>{}));
+    if (!c.symmetric) store<Cache::streaming>(reinterpret_cast<Vector<kBytes>*>(scales + p.inner), narrow(minimum, kType, Bits<kBytes>{}));
   }
   u8* out = static_cast<u8*>(p.out) + t.line * p.group_bytes * p.inner + t.column;
 #pragma unroll
   for (int k = 0; k < kColumnRows; k += 2) {
     if (row_of(k) >= group_size) break;
+    float value[2][N];
     u32 code[2][N];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float value[N];
-      widen(value, data[k + half], p.type);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const Group g(minimum[i], scale[i]);
-        code[half][i] = p.bits == 4 ? g.code4(value[i], c.round) : g.code(value[i], c.top, c.round);
-      }
-    }
+    widen(value[0], data[k], kType);
+    widen(value[1], data[k + 1], kType);
     const bool even = row_of(k) < rows, odd = row_of(k + 1) < rows;
     if (p.bits == 4) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) code[0][i] = code[0][i] * 16u + code[1][i];
+      for (int i = 0; i < N; ++i) {
+        const Group g(minimum[i], scale[i]);
+        code[0][i] = g.code4(value[0][i], c.round) * 16u + g.code4(value[1][i], c.round);
+      }
       store_bytes(out + row_of(k) / 2 * p.inner, code[0], c.flip, whole, (even ? 0xf0f0f0f0u : 0u) | (odd ? 0x0f0f0f0fu : 0u));
     } else {
+#pragma unroll
+      for (int i = 0; i < 2 * N; ++i) code[i / N][i % N] = Group(minimum[i % N], scale[i % N]).code(value[i / N][i % N], c.top, c.round);
       store_bytes(out + row_of(k) * p.inner, code[0], 0u, whole, even ? ~0u : 0u);
       if (row_of(k + 1) < group_size) store_bytes(out + row_of(k + 1) * p.inner, code[1], 0u, whole, odd ? ~0u : 0u);
     }
   }
 }
 
-template <int kBytes>
-FLEXOPS_DEVICE void load_scales(float (&to)[kVector<kBytes>], const void* scales, i64 index, Type type) {
-  constexpr int N = kVector<kBytes>;
-  if (type == kF32) {
-    const auto* from = reinterpret_cast<const Vec<float, 4>*>(static_cast<const float*>(scales) + index);
+/// The scales and minima of neighbouring columns; both are on their way before either is waited for.
+template <int N>
+FLEXOPS_DEVICE void load_pairs(float (&scale)[N], float (&minimum)[N], const Params& p, i64 index) {
+  const i64 other = p.pair == 1 ? index : index + p.inner;
+  if (p.scale_type == kF32) {
+    const auto* from = static_cast<const float*>(p.scales);
 #pragma unroll
-    for (int part = 0; part < N / 4; ++part) {
-      const Vec<float, 4> four = load<Cache::normal>(from + part);
+    for (int i = 0; i < N; i += 4) {
+      const auto scales = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(from + index + i));
+      const auto minima = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(from + other + i));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[4 * part + i] = four.at[i];
+      for (int k = 0; k < 4; ++k) scale[i + k] = scales.at[k], minimum[i + k] = minima.at[k];
     }
   } else {
-    widen(to, load<Cache::normal>(reinterpret_cast<const Vec<u16, N>*>(static_cast<const u16*>(scales) + index)), type);
+    const auto* from = static_cast<const u16*>(p.scales);
+    const auto scales = load<Cache::normal>(reinterpret_cast<const Vec<u16, N>*>(from + index));
+    const auto minima = load<Cache::normal>(reinterpret_cast<const Vec<u16, N>*>(from + other));
+    widen(scale, scales, p.scale_type);
+    widen(minimum, minima, p.scale_type);
   }
+#pragma unroll
+  for (int i = 0; i < N; ++i) minimum[i] = p.pair == 1 ? 0.0f : minimum[i];
 }
 
-template <int kBytes>
-__global__ void __launch_bounds__(kColumnThreads) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
+template <Type kType>
+__global__ void __launch_bounds__(kColumnThreads, 1) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   constexpr int kLines = kColumnRows / 2;  // rows of bytes in flight
   const Tile t = tile_of<N>(p);
   if (!t.inside) return;
-  const Decoding d = make_decoding(p);
   const bool halves = p.bits == 4;
   const u8* packed = static_cast<const u8*>(p.x) + t.line * p.group_bytes * p.inner + t.column;
   auto* out = static_cast<Bits<kBytes>*>(p.out) + (t.outer * p.length + t.first_row) * p.inner + t.column;
-  float step[N], minimum[N] = {};
-  load_scales<kBytes>(step, p.scales, t.line * p.pair * p.inner + t.column, p.scale_type);
-  if (!d.symmetric) load_scales<kBytes>(minimum, p.scales, (t.line * p.pair + 1) * p.inner + t.column, p.scale_type);
-#pragma unroll
-  for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
-  const i64 lines = halves ? (t.rows + 1) / 2 : t.rows;
-  for (i64 first = t.slot; first < lines; first += kLines * p.lanes) {
-    Vec<u32, N / 4> words[kLines];
+  const int rows = static_cast<int>(t.rows), lines = halves ? (rows + 1) / 2 : rows;
+  Vec<u32, N / 4> words[kLines];
+  const auto fetch = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kLines; ++k) {
-      const i64 line = first + k * p.lanes;
+      const int line = first + k * p.lanes;
       if (line < lines) words[k] = load<Cache::streaming>(reinterpret_cast<const Vec<u32, N / 4>*>(packed + line * p.inner));
     }
+  };
+  fetch(t.slot);
+  const Decoding d = make_decoding(p);
+  float step[N], minimum[N];
+  load_pairs(step, minimum, p, t.line * p.pair * p.inner + t.column);
+#pragma unroll
+  for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
+  for (int first = t.slot; first < lines; fetch(first)) {
 #pragma unroll
     for (int k = 0; k < kLines; ++k) {
-      const i64 line = first + k * p.lanes;
+      const int line = first + k * p.lanes;
       if (line >= lines) break;
-      const auto write = [&](i64 row, int bits, int shift) {
+      const auto write = [&](int row, int bits, int shift) {
         float value[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) value[i] = decode_at(words[k].at[i / 4] ^ d.flip, bits, 8 * (i % 4) + shift, step[i], minimum[i], d);
-        store<Cache::FLEXOPS_DEQUANT_STORE>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, p.type, Bits<kBytes>{}));
+        store<Cache::streaming>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, kType, Bits<kBytes>{}));
       };
       if (halves) {
         write(2 * line, 4, 4);
-        if (2 * line + 1 < t.rows) write(2 * line + 1, 4, 0);
+        if (2 * line + 1 < rows) write(2 * line + 1, 4, 0);
       } else {
         write(line, 8, 0);
       }
     }
+    first += kLines * p.lanes;
   }
 }
 
-// ---- any ---------------------------------------------------------------------------------------------------------------------------------
+// ---- any ------------------------------------------------------------------------------------------------------------
 
 /// Over the `lanes` threads that share a group: a power of two up to 32, or the block.
 FLEXOPS_DEVICE void merge_all(Extremes& e, int lanes, float (*shared)[2]) {
-  for (int mask = (lanes < kNarrowWarp ? lanes : kNarrowWarp) / 2; mask > 0; mask >>= 1) e.merge(mask);
+  for (int mask = (lanes < kNarrowWarp ? lanes : kNarrowWarp) / 2; mask > 0; mask >>= 1) e.merge(e.from(mask));
   if (lanes <= kNarrowWarp) return;
   if (threadIdx.x % kNarrowWarp == 0) {
     shared[threadIdx.x / kNarrowWarp][0] = e.lowest;
     shared[threadIdx.x / kNarrowWarp][1] = e.highest;
   }
   __syncthreads();
-  for (int i = 0; i < kThreads / kNarrowWarp; ++i) e.merge(shared[i][0], shared[i][1]);
+  for (int i = 0; i < kAnyThreads / kNarrowWarp; ++i) e.merge(shared[i][0], shared[i][1]);
 }
 
-__global__ void __launch_bounds__(kThreads) quantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
-  __shared__ float shared[kThreads / kNarrowWarp][2];
-  const Coding c = make_coding(p);
+__global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
+  __shared__ float shared[kAnyThreads / kNarrowWarp][2];
+  const Coding c = make_coding(p, p.type);
   i64 lane, column, group;
-  const i64 index = divide(static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, p.lanes, lane);
+  const i64 index = divide(static_cast<i64>(blockIdx.x) * kAnyThreads + threadIdx.x, p.lanes, lane);
   const i64 line = divide(index < p.total ? index : 0, p.inner, column);
   const i64 outer = divide(line, p.groups, group);
   const i64 left = p.length - group * p.group_size;
@@ -750,8 +855,8 @@ __global__ void __launch_bounds__(kThreads) quantize_any(const FLEXOPS_GRID_CONS
   }
 }
 
-__global__ void __launch_bounds__(kThreads) dequantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
-  const i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * kAnyThreads + threadIdx.x;
   if (index >= p.total) return;
   const Decoding d = make_decoding(p);
   i64 column, position, within;

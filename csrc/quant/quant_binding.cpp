@@ -17,10 +17,14 @@ QuantType quant_type(Dtype dtype, const char* argument) {
 /// A ScalarType as the schema hands it over: numbers that saved models hold, so they do not change.
 Dtype dtype_of_code(int64_t code) {
   switch (static_cast<int32_t>(code)) {
-    case 5: return Dtype::f16;
-    case 6: return Dtype::f32;
-    case 15: return Dtype::bf16;
-    default: return Dtype::other;
+    case 5:
+      return Dtype::f16;
+    case 6:
+      return Dtype::f32;
+    case 15:
+      return Dtype::bf16;
+    default:
+      return Dtype::other;
   }
 }
 
@@ -52,7 +56,8 @@ int64_t common_stride(const Tensor& x, int64_t begin, int64_t end) {
 }
 
 /// `sizes` is the shape of the tensor that is, or was, quantized; its strides are those of a contiguous one.
-QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size, bool symmetric, QuantType type, QuantType scale_type) {
+QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size, bool symmetric, QuantType type,
+                        QuantType scale_type) {
   QuantLayout l;
   l.outer = product(sizes.data(), 0, dim);
   l.length = sizes[dim];
@@ -109,9 +114,8 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, 
   const auto* from = x.data();
   auto* to = packed.data<uint8_t>();
   auto* parameters = scales.data();
-  parallel_for(0, l.outer * l.groups * quant_tiles(l, kQuantizeColumns), grain(l, kQuantizeColumns), [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(quantize_cpu)(from, to, parameters, l, begin, end);
-  });
+  parallel_for(0, l.outer * l.groups * quant_tiles(l, kQuantizeColumns), grain(l, kQuantizeColumns),
+               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(quantize_cpu)(from, to, parameters, l, begin, end); });
 #endif
   return {std::move(packed), std::move(scales)};
 }
@@ -127,7 +131,8 @@ Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, in
   FLEXOPS_CHECK(on_this_device_type(scales) && scales.device_index() == packed.device_index(), op, ": scales must be on packed's device");
   FLEXOPS_CHECK(scales.dim() == packed.dim() + 1, op, ": scales must have one dimension more than packed, got shape ", shape_text(scales));
   const int64_t pair = scales.size(dim + 1);
-  FLEXOPS_CHECK(pair == 1 || pair == 2, op, ": scales must have 2 (1 if symmetric) entries along dim ", dim + 1, ", got shape ", shape_text(scales));
+  FLEXOPS_CHECK(pair == 1 || pair == 2, op, ": scales must have 2 (1 if symmetric) entries along dim ", dim + 1, ", got shape ",
+                shape_text(scales));
   Sizes sizes(packed.sizes(), packed.sizes() + packed.dim());
   sizes[dim] = length;
   QuantLayout l = make_layout(sizes, dim, bits, group_size, pair == 1, type, scale_type);
@@ -150,9 +155,8 @@ Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, in
   const auto* from = packed.data<uint8_t>();
   const auto* parameters = scales.data();
   auto* to = out.data();
-  parallel_for(0, l.outer * l.groups * quant_tiles(l, kDequantizeColumns), grain(l, kDequantizeColumns), [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(dequantize_cpu)(from, parameters, to, l, begin, end);
-  });
+  parallel_for(0, l.outer * l.groups * quant_tiles(l, kDequantizeColumns), grain(l, kDequantizeColumns),
+               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(dequantize_cpu)(from, parameters, to, l, begin, end); });
 #endif
   return out;
 }

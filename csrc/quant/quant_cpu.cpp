@@ -26,9 +26,7 @@ static const float kInfinity = __builtin_inff();
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static float largest_of(QuantType type) {
-  return type == QuantType::f16 ? 65504.0f : type == QuantType::bf16 ? 3.38953139e38f : kFloatMax;
-}
+static float largest_of(QuantType type) { return type == QuantType::f16 ? 65504.0f : type == QuantType::bf16 ? 3.38953139e38f : kFloatMax; }
 
 static float round_to(float value, QuantType type) {
   if (type == QuantType::f16) return f16_to_float(float_to_f16(value));
@@ -159,14 +157,15 @@ class Tiles {
   Place place_;
 };
 
-// ---- 256-bit kernels: whole vectors of the work, for the AVX2 and AVX-512 levels. They say how much they did; plain loops do the rest. -------
+// ---- 256-bit kernels ---------------------------------------------------------------------------------------------------
+// Whole vectors of the work, for the AVX2 and AVX-512 levels. They say how much they did; plain loops do the rest.
 
 #if defined(__AVX2__)
 
 // A group of 64 takes some 40 cycles, of which calls with so many arguments would be a good part.
 #define FLEXOPS_INLINE static inline __attribute__((always_inline))
 
-constexpr int64_t kVectorRun = 32;        // codes that are packed at once
+constexpr int64_t kVectorRun = 32;         // codes that are packed at once
 constexpr int64_t kKeptBytes = 64 * 1024;  // of a tile's elements, copied before its two passes
 
 template <QuantType type>
@@ -258,7 +257,8 @@ FLEXOPS_INLINE int64_t scan_vectors(const void* x, int64_t offset, int64_t count
 }
 
 template <QuantType type>
-FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits, uint8_t* out) {
+FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits,
+                                      uint8_t* out) {
   const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale), top = _mm256_set1_ps(c.top);
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(c.mask));
   const __m256i halves = _mm256_set1_epi16(0x0110);  // even byte * 16 + odd byte
@@ -271,7 +271,8 @@ FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t cou
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), bytes);
     } else {
       const __m256i words = _mm256_maddubs_epi16(bytes, halves);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2), _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2),
+                       _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
     }
   }
   return i;
@@ -317,7 +318,8 @@ struct Table {
 };
 
 template <QuantType type>
-FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out, int64_t offset) {
+FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
+                                      int64_t offset) {
   int64_t i = 0;
   if (bits == 4 && count >= kVectorRun) {
     const Table<type> table(step, minimum, flip);
@@ -346,7 +348,8 @@ static inline void make_groups(Extremes8& e, const Coding& c, __m256& minimum, _
   e.settle();
   const __m256 zero = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), nan = _mm256_set1_ps(__builtin_nanf(""));
   minimum = c.symmetric ? zero : _mm256_add_ps(e.lowest, zero);
-  const __m256 span = c.symmetric ? _mm256_max_ps(_mm256_andnot_ps(sign, e.lowest), _mm256_andnot_ps(sign, e.highest)) : _mm256_sub_ps(e.highest, minimum);
+  const __m256 span =
+      c.symmetric ? _mm256_max_ps(_mm256_andnot_ps(sign, e.lowest), _mm256_andnot_ps(sign, e.highest)) : _mm256_sub_ps(e.highest, minimum);
   const __m256 unrounded = _mm256_mul_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), span), _mm256_set1_ps(c.top));
   scale = round8<type>(_mm256_min_ps(unrounded, _mm256_set1_ps(c.most)));
   scale = _mm256_blendv_ps(scale, _mm256_set1_ps(1.0f), _mm256_cmp_ps(span, zero, _CMP_EQ_OQ));
@@ -372,7 +375,8 @@ static inline __m256i column_code8(const void* x, int64_t offset, __m256 minimum
 
 /// The groups of 32 columns; rows are `stride` elements apart.
 template <QuantType type>
-static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, void* scales, int64_t entry, const QuantLayout& l, const Coding& c, int64_t rows) {
+static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, void* scales, int64_t entry, const QuantLayout& l,
+                             const Coding& c, int64_t rows) {
   Extremes8 e[4];
   for (int64_t row = 0; row < rows; ++row) {
     for (int k = 0; k < 4; ++k) e[k].add(load8<type>(x, row * stride + 8 * k));
@@ -400,7 +404,8 @@ static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, voi
   }
 }
 
-/// A tile's columns, 32 at a time. The tile is copied first, because rows that lie a power of two apart would throw one another out of the caches.
+/// A tile's columns, 32 at a time. The tile is copied first, because rows that lie a power of two apart would throw one another out of the
+/// caches.
 template <QuantType type>
 static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
   constexpr int64_t kSize = type == QuantType::f32 ? 4 : 2;
@@ -409,7 +414,8 @@ static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scale
   const char* from = static_cast<const char*>(x) + p.element * kSize;
   int64_t stride = l.length_stride;
   if (p.rows * columns * kSize <= kKeptBytes) {
-    for (int64_t row = 0; row < p.rows; ++row) memcpy(kept + row * columns * kSize, from + row * stride * kSize, static_cast<size_t>(columns * kSize));
+    for (int64_t row = 0; row < p.rows; ++row)
+      memcpy(kept + row * columns * kSize, from + row * stride * kSize, static_cast<size_t>(columns * kSize));
     from = kept, stride = columns;
   }
   for (int64_t i = 0; i < columns; i += kVectorRun) {
@@ -420,8 +426,8 @@ static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scale
 
 /// One row of a tile; `shift` finds its halves of the bytes.
 template <QuantType type>
-FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step, const float* minimum, void* out,
-                              int64_t offset) {
+FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
+                                      const float* minimum, void* out, int64_t offset) {
   const __m256i masks = _mm256_set1_epi32(mask), flips = _mm256_set1_epi32(flip);
   const __m128i shifts = _mm_cvtsi32_si128(shift);
   int64_t i = 0;
@@ -434,9 +440,9 @@ FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int 
   return i;
 }
 
-#define FLEXOPS_QUANT_BY_TYPE(type, function, ...)                          \
-  ((type) == QuantType::f32   ? function<QuantType::f32>(__VA_ARGS__)       \
-   : (type) == QuantType::f16 ? function<QuantType::f16>(__VA_ARGS__)       \
+#define FLEXOPS_QUANT_BY_TYPE(type, function, ...)                    \
+  ((type) == QuantType::f32   ? function<QuantType::f32>(__VA_ARGS__) \
+   : (type) == QuantType::f16 ? function<QuantType::f16>(__VA_ARGS__) \
                               : function<QuantType::bf16>(__VA_ARGS__))
 
 static int64_t scan_fast(const void* x, int64_t offset, int64_t count, QuantType type, Extremes& e) {
@@ -453,14 +459,15 @@ static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* mini
 static int64_t encode_fast(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits, uint8_t* out) {
   return g.is_broken() ? 0 : FLEXOPS_QUANT_BY_TYPE(c.type, encode_vectors, x, offset, count, g, c, bits, out);
 }
-static int64_t decode_fast(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out, int64_t offset, QuantType type) {
+static int64_t decode_fast(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out, int64_t offset,
+                           QuantType type) {
   return FLEXOPS_QUANT_BY_TYPE(type, decode_vectors, packed, count, bits, step, minimum, flip, out, offset);
 }
 static int64_t quantize_columns_fast(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
   return FLEXOPS_QUANT_BY_TYPE(l.type, quantize_tile_vectors, x, packed, scales, l, c, p);
 }
-static int64_t decode_columns_fast(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step, const float* minimum,
-                                   void* out, int64_t offset, QuantType type) {
+static int64_t decode_columns_fast(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
+                                   const float* minimum, void* out, int64_t offset, QuantType type) {
   return FLEXOPS_QUANT_BY_TYPE(type, decode_columns, packed, count, shift, mask, flip, step, minimum, out, offset);
 }
 
@@ -476,14 +483,17 @@ static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* mini
 static int64_t encode_fast(const void*, int64_t, int64_t, const Group&, const Coding&, int, uint8_t*) { return 0; }
 static int64_t decode_fast(const uint8_t*, int64_t, int, float, float, int, void*, int64_t, QuantType) { return 0; }
 static int64_t quantize_columns_fast(const void*, uint8_t*, void*, const QuantLayout&, const Coding&, const Place&) { return 0; }
-static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*, const float*, void*, int64_t, QuantType) { return 0; }
+static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*, const float*, void*, int64_t, QuantType) {
+  return 0;
+}
 
 #endif
 
-// ---- plain loops ------------------------------------------------------------------------------------------------------------------------
+// ---- plain loops ------------------------------------------------------------------------------------------------------
 
 /// Codes of neighbouring elements of one group, a byte each.
-static void encode_run(const float* FLEXOPS_RESTRICT values, uint8_t* FLEXOPS_RESTRICT codes, int64_t count, const Group& g, const Coding& c) {
+static void encode_run(const float* FLEXOPS_RESTRICT values, uint8_t* FLEXOPS_RESTRICT codes, int64_t count, const Group& g,
+                       const Coding& c) {
   if (g.is_broken()) {
     memset(codes, 0, static_cast<size_t>(count));
     return;
@@ -497,8 +507,8 @@ static void encode_run(const float* FLEXOPS_RESTRICT values, uint8_t* FLEXOPS_RE
 }
 
 /// The same for one row of groups that lie side by side.
-static void encode_row(const float* FLEXOPS_RESTRICT values, uint8_t* FLEXOPS_RESTRICT codes, int64_t count, const float* FLEXOPS_RESTRICT minimum,
-                       const float* FLEXOPS_RESTRICT scale, const Coding& c) {
+static void encode_row(const float* FLEXOPS_RESTRICT values, uint8_t* FLEXOPS_RESTRICT codes, int64_t count,
+                       const float* FLEXOPS_RESTRICT minimum, const float* FLEXOPS_RESTRICT scale, const Coding& c) {
   const float top = c.top;
   const uint32_t mask = c.mask;
   for (int64_t i = 0; i < count; ++i) {
@@ -533,7 +543,7 @@ static void unpack_run(const uint8_t* FLEXOPS_RESTRICT packed, uint8_t* FLEXOPS_
   }
 }
 
-// ---- a group along contiguous memory -----------------------------------------------------------------------------------------------------
+// ---- a group along contiguous memory --------------------------------------------------------------------------------
 
 static Extremes scan_run(const void* x, int64_t offset, int64_t count, QuantType type) {
   Extremes e;
@@ -566,7 +576,8 @@ static void encode_group(const void* x, uint8_t* packed, const QuantLayout& l, c
 }
 
 /// `count` groups, one behind the other.
-static void quantize_runs(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place (&p)[kBatch], int64_t count) {
+static void quantize_runs(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place (&p)[kBatch],
+                          int64_t count) {
   Extremes e[kBatch];
   Group g[kBatch];
   float minimum[kBatch], scale[kBatch], pairs[2 * kBatch];
@@ -596,14 +607,15 @@ static void decode_group(const uint8_t* packed, void* out, const QuantLayout& l,
   }
 }
 
-static void dequantize_runs(const uint8_t* packed, const void* scales, void* out, const QuantLayout& l, const Place (&p)[kBatch], int64_t count) {
+static void dequantize_runs(const uint8_t* packed, const void* scales, void* out, const QuantLayout& l, const Place (&p)[kBatch],
+                            int64_t count) {
   const int64_t pair = l.symmetric ? 1 : 2;
   float buffer[2 * kBatch];
   const float* pairs = widen(scales, p[0].scales, count * pair, l.scale_type, buffer);
   for (int64_t i = 0; i < count; ++i) decode_group(packed, out, l, p[i], 1.0f / pairs[i * pair], l.symmetric ? 0.0f : pairs[i * pair + 1]);
 }
 
-// ---- groups across contiguous rows -------------------------------------------------------------------------------------------------------
+// ---- groups across contiguous rows ----------------------------------------------------------------------------------
 
 /// One number for each column of a tile.
 template <int64_t columns>
@@ -663,7 +675,8 @@ static void dequantize_tile(const uint8_t* packed, const void* scales, void* out
   Row<kDequantizeColumns> step, minimum, buffer, values;
   const float* scale = widen(scales, p.scales, p.columns, l.scale_type, buffer.at);
   for (int64_t i = 0; i < p.columns; ++i) step.at[i] = 1.0f / scale[i], minimum.at[i] = 0.0f;
-  if (!l.symmetric) memcpy(minimum.at, widen(scales, p.scales + l.inner, p.columns, l.scale_type, buffer.at), static_cast<size_t>(p.columns) * 4);
+  if (!l.symmetric)
+    memcpy(minimum.at, widen(scales, p.scales + l.inner, p.columns, l.scale_type, buffer.at), static_cast<size_t>(p.columns) * 4);
   const int flip = flip_of(l), mask = l.bits == 4 ? 15 : 255;
   for (int64_t row = 0; row < p.rows; ++row) {
     const uint8_t* codes = packed + p.packed + (l.bits == 4 ? row / 2 : row) * l.inner;

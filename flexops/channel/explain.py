@@ -28,7 +28,8 @@ _OURS = re.compile(r"^\s*flexops: (?P<text>\S.*)")
 
 def explain(output: str, asked: Sequence[str] = ()) -> Explanation:
     """The first cause that is recognised in ``output``, best known first. ``asked``: the specs that somebody wanted together."""
-    return _unsolvable(output, asked) or _own_error(output) or _script(output) or _damage(output) or Explanation("it failed", last_lines(output), "see the log")
+    known = _unsolvable(output, asked) or _own_error(output) or _script(output) or _damage(output) or _unreachable(output)
+    return known or Explanation("it failed", last_lines(output), "see the log")
 
 
 def _unsolvable(output: str, asked: Sequence[str]) -> Explanation | None:
@@ -88,6 +89,13 @@ def _damage(output: str) -> Explanation | None:
             named = next((text.strip() for text in output.splitlines() if ".conda" in text or ".tar.bz2" in text), "")
             found = line.strip() if named in line else f"{named}: {line.strip()}"
             return Explanation("a package is damaged", found, "build or download it again, and index the channel")
+    return None
+
+
+def _unreachable(output: str) -> Explanation | None:
+    for line in output.splitlines():
+        if "error sending request" in line or "dns error" in line:
+            return Explanation("a channel cannot be reached", line.strip(), "check the network, or name a channel that is reachable with --from")
     return None
 
 

@@ -22,7 +22,7 @@ from ..targets import render as rendering
 if TYPE_CHECKING:
     from ..images.building import Built
 
-app = typer.Typer(no_args_is_help=True, help="Images of the targets: build, run, check, list. Needs a container engine and the docker SDK (pip install docker).")
+app = typer.Typer(no_args_is_help=True, help="Images of the targets. Needs a container engine and the docker SDK (pip install docker).")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")]
@@ -76,7 +76,7 @@ def build(
     raise typer.Exit(code)
 
 
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@app.command()
 def run(
     target_id: Annotated[str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")],
     command: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD]...", help="What to run; the report of `flexops doctor` by default.")] = None,

@@ -47,7 +47,7 @@ def detect(as_json: Json = False) -> None:
 
 @app.command()
 def lock(
-    toolkits: Annotated[list[str] | None, typer.Argument(metavar="[TOOLKIT]...", help="Such as cu130; all that the default index serves if none is named.")] = None,
+    toolkits: Annotated[list[str] | None, typer.Argument(metavar="[TOOLKIT]...", help="Such as cu130; all that the default index serves by default.")] = None,
 ) -> None:
     """Resolve the pip requirements anew and lock them by hash: envs/requirements/<toolkit>.lock."""
     root = rendering.checkout()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from .compiler import Progress
 from .diagnose import diagnose
 from .manifest import Manifest, needed_versions
 from .plan import BuildPlan
+
+_LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
             keepers = [plan for plan in plans if plan.keep_objects]
             for plan in keepers:
                 objects.restore(plan, workspace / plan.name, cache)
-            outcome = compiler.run(plans, workspace, progress=progress, debug=debug)
+            outcome = _compile(plans, workspace, progress, debug)
             seconds = time.time() - started
             for plan in keepers:
                 objects.keep(plan, workspace / plan.name, cache, sources[plan.name], started)
@@ -95,6 +98,14 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
     with contextlib.suppress(CacheError):  # what was built is there; that something old cannot be removed is no reason to withhold it
         cache.prune(keep=tuple(result.entry.directory for result in results if result.entry))
     return results
+
+
+def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None, debug: bool) -> compiler.Outcome:
+    outcome = compiler.run(plans, workspace, progress=progress, debug=debug)
+    if outcome.returncode and _LAUNCHER_FAILED.search(outcome.output):
+        # Its own directory cannot be written, say. It is there to save time, not to cost the build.
+        outcome = compiler.run([plan._replace(launcher="") for plan in plans], workspace, progress=progress, debug=debug)
+    return outcome
 
 
 def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, seconds: float) -> Entry:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ToolchainError
-from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors
+from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots
 
 if TYPE_CHECKING:
     from ..compute_capability import Architecture
@@ -157,9 +157,7 @@ def _trusted_roots(toolchain: Toolchain, python: PythonBuild) -> tuple[str, ...]
     if toolchain.torch:
         roots.append(str(toolchain.torch.root))
     if toolchain.host:
-        prefix = toolchain.host.path.parent.parent
-        triple = "-".join(toolchain.host.path.name.split("-")[:-1])  # x86_64-conda-linux-gnu-c++ keeps its libstdc++ under <prefix>/<triple>
-        roots += [str(prefix / "lib" / "gcc"), *([str(prefix / triple)] if triple.count("-") >= 2 else [])]
+        roots += compiler_roots(toolchain.host)
     return tuple(roots)
 
 

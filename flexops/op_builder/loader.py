@@ -223,8 +223,10 @@ def _stale(entry: Entry) -> Refusal | None:
     places = layout.anchors()
     for name, digest in entry.manifest.files.items():
         anchor, separator, rest = name.partition(">")
+        if anchor + separator not in places:
+            continue  # a header of the compiler that built it, which need not be on this machine
         try:
-            current = cache_key.file_digest(f"{places[anchor + separator]}{rest}" if anchor + separator in places else name)
+            current = cache_key.file_digest(f"{places[anchor + separator]}{rest}")
         except OSError:
             current = ""
         if current != digest:

@@ -15,7 +15,7 @@ from ..errors import ToolchainError
 
 if TYPE_CHECKING:
     from ..compute_capability import Architecture
-    from ..toolchain.model import Toolchain, TorchBuild
+    from ..toolchain.model import HostCompiler, Toolchain, TorchBuild
     from ..toolchain.resources import Resources
     from .spec import DeviceType, OpSpec
 
@@ -136,7 +136,7 @@ def plan_op(
     jobs = choose_jobs(tuple(steps), resources, max_jobs)
     host, cuda = toolchain.host, toolchain.cuda if device == "cuda" else None
     identity = [("host compiler", host.identity if host else ""), ("torch", torch.abi_id)]
-    roots = [str(torch.root)]
+    roots = [str(torch.root), *(compiler_roots(host) if host else ())]
     if cuda:
         identity += [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(map(str, architectures)))]
         roots.append(str(cuda.root))
@@ -186,6 +186,14 @@ def anchors(toolchain: Toolchain, device: DeviceType, *own: tuple[Path, str]) ->
     if device == "cuda" and toolchain.rocm:
         pairs += [(str(toolchain.rocm.hipcc.path), "<hipcc>"), (str(toolchain.rocm.root), "<rocm>")]
     return tuple(sorted(pairs, key=lambda pair: -len(pair[0])))
+
+
+def compiler_roots(host: HostCompiler) -> tuple[str, ...]:
+    """Where a compiler that is not the system's keeps its own headers, which its identity covers."""
+    prefix = host.path.parent.parent
+    triple = "-".join(host.path.name.split("-")[:-1])  # x86_64-conda-linux-gnu-c++ keeps its libstdc++ and libc under <prefix>/<triple>
+    roots = [prefix / "lib" / "gcc", prefix / "lib64" / "gcc", prefix / "include" / "c++"]
+    return tuple(map(str, [*roots, prefix / triple] if triple.count("-") >= 2 else roots))
 
 
 def binding_flags(torch: TorchBuild) -> tuple[str, ...]:

@@ -184,6 +184,18 @@ def test_an_op_with_a_cache_of_somebody_else_still_runs(tmp_path: Path, require:
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
 
 
+def test_a_ccache_that_cannot_write_does_not_cost_the_build(tmp_path: Path, obedient: tuple[str, ...], ccache: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o555)
+    environment = child_environment(
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER=str(ccache), CCACHE_DIR=str(home / "ccache"), HOME=str(home)
+    )  # fmt: skip
+    result = run_child("obtain.py", {"csrc": str(copy_csrc(tmp_path)), "device": "cpu"}, environment, prefix=obedient)
+    assert "error" not in result, result["error"]
+    assert Path(result["library"]).exists()
+
+
 # ---- damage -----------------------------------------------------------------------------------------------------------------------------------
 
 

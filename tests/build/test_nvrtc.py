@@ -15,10 +15,11 @@ from flexops.op_builder import layout
 
 CSRC = layout.csrc_root()
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+QUANT_KERNELS = ("quantize_rows", "dequantize_rows", "quantize_columns", "dequantize_columns")
 KERNELS = {
     "adam/adam.cuh": ("flexops::adam::step_kernel", "flexops::adam::adam_kernel<false>", "flexops::adam::adam_kernel<true>"),
     "quant/quant.cuh": (
-        *(f"flexops::quant::{name}<{size}>" for name in ("quantize_rows", "dequantize_rows", "quantize_columns", "dequantize_columns") for size in (2, 4)),
+        *(f"flexops::quant::{kernel}<flexops::quant::{type_}>" for kernel in QUANT_KERNELS for type_ in ("kF32", "kF16", "kBf16")),
         "flexops::quant::quantize_any",
         "flexops::quant::dequantize_any",
     ),

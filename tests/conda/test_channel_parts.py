@@ -148,6 +148,7 @@ SOLVER = "Cannot solve the request because of: "
         ),
         ("+ make\nno rule\nScript failed with status 2\n", "its script failed", "no rule", "log"),
         ("failed to fetch a-1-0.conda\nCaused by: Invalid checksum\n", "a package is damaged", "a-1-0.conda: Caused by: Invalid checksum", "again"),
+        ("error sending request for url (https://x/repodata)\nCaused by: dns error\n", "a channel cannot be reached", "https://x", "network"),
         ("one\ntwo\n", "it failed", "two", "log"),
     ],
 )  # fmt: skip
@@ -156,6 +157,12 @@ def test_a_long_output_is_boiled_down(output: str, what: str, found: str, fix: s
     assert told.what == what
     assert found in told.found
     assert fix in told.fix
+
+
+def test_a_spec_that_rules_out_a_requirement_is_named() -> None:
+    output = f"{SOLVER}flexops * cannot be installed:\n└─ flexops 0.1.0 would require\n   └─ pytorch >=2.11, for which no candidates were found.\n"
+    assert explain(output, ["flexops", "pytorch 2.5.*"]).what == "pytorch 2.5.* rules out pytorch >=2.11, which is required"
+    assert explain(output, ["flexops"]).what == "no channel has pytorch >=2.11"
 
 
 def test_names_of_packages() -> None:

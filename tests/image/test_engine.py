@@ -179,7 +179,7 @@ def test_a_broken_kernel_shows_the_compilers_error(engine: Any, image: Image, ch
     assert containers(engine) == before
 
 
-def test_a_base_that_cannot_be_had(image: Image, engine: Any) -> None:
+def test_a_base_that_cannot_be_had(image: Image) -> None:
     done = image("build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE)
     assert done.returncode == 10
     assert "the base image cannot be had" in done.stderr
@@ -187,7 +187,7 @@ def test_a_base_that_cannot_be_had(image: Image, engine: Any) -> None:
     assert "fix: --build-base" in done.stderr
 
 
-def test_an_index_that_cannot_be_reached(image: Image, index_url: str) -> None:
+def test_an_index_that_cannot_be_reached(image: Image) -> None:
     done = image("build", "cpu", "--build-base", BASE, "--runtime-base", BASE, "--index-url", "http://127.0.0.1:9/simple", "--network", "host")
     assert done.returncode == 10
     assert "no way to the network" in done.stderr or "lacks a package" in done.stderr
@@ -202,7 +202,7 @@ def test_no_engine_is_one_clear_error(image: Image) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_socket_that_may_not_be_used(image: Image, engine: Any, tmp_path: Path) -> None:
+def test_a_socket_that_may_not_be_used(image: Image, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("root is needed to become another user; as another user the fake engine in test_images.py covers this")
     script = f"import os; os.setgid(65534); os.setuid(65534); os.execvp({Image.command()[0]!r}, {Image.command('list')!r})"
@@ -215,7 +215,7 @@ def test_a_socket_that_may_not_be_used(image: Image, engine: Any, tmp_path: Path
     assert "usermod -aG docker" in done.stderr
 
 
-def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path, cpu_image: str) -> None:
+def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path) -> None:
     before = containers(engine)
     command = Image.command("build", "cpu", "--tag", "flexops:interrupted", "--no-cache", *image.build_options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=Image.environment(checkout), start_new_session=True)

@@ -198,7 +198,7 @@ def test_only_what_a_stage_needs_is_sent(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_everything_copied_is_in_the_context(path: Path, tmp_path: Path) -> None:
+def test_everything_copied_is_in_the_context(path: Path) -> None:
     with tarfile.open(fileobj=_packed(None)) as packed:
         sent = set(packed.getnames())
     for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
@@ -298,7 +298,7 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
 
 
 class FakeImage:
-    id, attrs = "sha256:1", {"Size": 10}  # noqa: RUF012
+    id, attrs = "sha256:1", {"Size": 10}
 
     def __init__(self) -> None:
         self.tagged: list[tuple[str, str]] = []
@@ -439,8 +439,9 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
         for device in devices
     )
     known: dict[str, Any] = {
-        "python": f"{row.python}.3", "packages": {"torch": row.torch, "ninja": row.ninja}, "torch_cuda": row.toolkit_minor if row.accelerator == "cuda" else "",
-        "torch_hip": row.toolkit if row.accelerator == "rocm" else "", "libraries": libraries, "compilers": (), "leftovers": (), "added_bytes": 10, "flexops": "1",
+        "python": f"{row.python}.3", "packages": {"torch": row.torch, "ninja": row.ninja}, "torch_cuda": row.toolkit_minor * (row.accelerator == "cuda"),
+        "torch_hip": row.toolkit if row.accelerator == "rocm" else "", "libraries": libraries, "compilers": (), "leftovers": (),
+        "added_bytes": 10, "flexops": "1",
     }  # fmt: skip
     return ImageFacts(**{**known, **changes})
 
@@ -506,7 +507,7 @@ def test_every_row_is_listed_with_its_images() -> None:
     image = SimpleNamespace(
         labels={naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}, tags=["flexops:cpu-dev"], attrs={"Size": 3, "Created": "2026-01-01T00:00:00.1Z"}
     )
-    client = SimpleNamespace(images=SimpleNamespace(list=lambda filters: [image]))
+    client = SimpleNamespace(images=SimpleNamespace(list=lambda **_: [image]))
     found = listing.listing(client, MATRIX)  # type: ignore[arg-type]
     assert [one.target for one in found] == list(MATRIX.ids)
     assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)

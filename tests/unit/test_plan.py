@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builds import CUDA, GIB, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper_plan
+from builds import CUDA, GIB, HOST, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper_plan
 
 from flexops.errors import ToolchainError
 from flexops.op_builder import catalog
@@ -153,3 +153,10 @@ def test_relocatable_names_hide_places() -> None:
 def test_planning_is_pure() -> None:
     assert paper_plan(ADAM, "cuda") == paper_plan(ADAM, "cuda")
     assert Resources(2, 16 * GIB) == ROOM
+
+
+def test_a_compiler_of_its_own_prefix_brings_its_own_headers() -> None:
+    conda = HOST._replace(path=Path("/conda/bin/x86_64-conda-linux-gnu-c++"))
+    roots = paper_plan(ADAM, "cpu", TOOLS._replace(host=conda)).trusted_roots
+    assert {"/conda/lib/gcc", "/conda/x86_64-conda-linux-gnu", str(TORCH.root)} <= set(roots)
+    assert not any(Path("/conda/include/mine.h").is_relative_to(root) for root in roots), "what other packages bring is not covered by the compiler"

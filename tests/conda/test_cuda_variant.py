@@ -1,0 +1,88 @@
+"""The CUDA variant, really compiled for every architecture with the toolkit of this machine. Slow; no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+from conda_world import CpuBuild, World
+from test_channel import CUDA_RUN
+
+from flexops import targets
+from flexops.channel.place import Place
+from flexops.channel.run import child
+from flexops.targets import conda
+from flexops.toolchain.model import CudaToolkit
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cuda(world: World, cpu: CpuBuild, nvcc_toolkit: CudaToolkit) -> Place:
+    """The variant for the release that the toolkit here is of. torch for CUDA is this environment's torch under that name: the stable ABI is the same."""
+    from miniature import PYTHON, Miniature
+
+    release = str(nvcc_toolkit.version)
+    variant = next((one for one in targets.load().variants if one.cuda == release), None)
+    if variant is None:
+        pytest.skip(f"no variant is for CUDA {release}")
+    extra = Miniature(world.root / "cuda-upstream", world.root / "staging")
+    extra.add_cuda_toolkit(nvcc_toolkit.root, release)
+    distribution = importlib.metadata.distribution("torch")
+    needs = [f"python {PYTHON}.*", "filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec"]
+    extra.add_cuda_torch(release, distribution.version.partition("+")[0], needs, Path(str(distribution.locate_file(""))))
+    child("index", {"channel": str(extra.root)})
+    place = Place(world.root / "cuda")
+    wanted = ("--variant", variant.id, "--channel", place.channel, "--from", extra.url, "--from", world.upstream, "--variant-config", world.pins)
+    done = world.flexops("channel", "build", *wanted, "--no-test")  # the tests open the libraries, for which this torch is not
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cpu
+    return place
+
+
+def test_the_package_is_small_and_asks_for_what_the_solver_tests_assume(cuda: Place) -> None:
+    (package,) = cuda.packages()
+    variant = conda.find(targets.load().variants, package.name.split("-")[2].partition("_")[0])
+    assert package.stat().st_size <= 60e6
+    entry = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][package.name]
+    major = int(variant.cuda.partition(".")[0])
+    expected = [*CUDA_RUN, f"cuda-version >={major},<{major + 1}.0a0", f"__cuda >={major}"]
+    assert sorted(map(_loosened, entry["depends"])) == sorted(map(_loosened, expected))
+    assert (entry["build_number"], entry["noarch"]) == (200, "python")
+
+
+def _loosened(spec: str) -> str:
+    """The miniature channel has one Python, whose version is the floor there."""
+    return "python" if spec.startswith("python ") else spec
+
+
+def test_every_library_holds_every_architecture(cuda: Place, world: World) -> None:
+    (package,) = cuda.packages()
+    variant = conda.find(targets.load().variants, package.name.split("-")[2].partition("_")[0])
+    prefix = world.root / "cuda-installed"
+    request = {"channels": [cuda.url, _without_files(world, package)], "specs": ["flexops"], "prefix": str(prefix)}
+    child("install", request, environment={"CONDA_OVERRIDE_CUDA": variant.cuda})
+    manifests = {path.parent.name: json.loads(path.read_text()) for path in prefix.rglob("_aot/*/manifest.json")}
+    assert {name.rpartition("-")[2] for name in manifests} == {"cpu", "cuda"}
+    for name, manifest in manifests.items():
+        expected = [*variant.capabilities[:-1], f"{variant.capabilities[-1]}+PTX"] if name.endswith("-cuda") else []
+        assert manifest["architectures"] == expected, name
+        assert manifest["torch_abi"] == "stable-2.11"
+
+
+def _without_files(world: World, package: Path) -> str:
+    from miniature import PYTHON, Miniature
+
+    entry = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][package.name]
+    channel = Miniature(world.root / "no-files", world.root / "staging")
+    names = {spec.split()[0] for spec in entry["depends"]} - {"python", "pytorch", "cuda-version", "__cuda"}
+    for name in names:
+        channel.empty(name, "99")
+    channel.empty("python", f"{PYTHON}.99")
+    channel.empty("pytorch", "99", "cuda_0")
+    for version in ("12.9", "13.0"):
+        channel.empty("cuda-version", version)
+    child("index", {"channel": str(channel.root)})
+    return channel.url

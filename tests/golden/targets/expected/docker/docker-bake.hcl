@@ -1,0 +1,119 @@
+# generated from flexops/targets/matrix.toml by `flexops target render`
+#
+#   docker buildx bake -f docker/docker-bake.hcl cu130-sm90      one image
+#   docker buildx bake -f docker/docker-bake.hcl cuda            all of an accelerator
+#   STAGE=dev docker buildx bake -f docker/docker-bake.hcl cpu   the stage for kernel work
+
+variable "REPOSITORY" { default = "flexops" }
+variable "STAGE" { default = "runtime" }
+variable "INDEX_URL" { default = "" }
+variable "JOBS" { default = "" }
+variable "VERSION" { default = "unknown" }
+variable "REVISION" { default = "unknown" }
+
+target "_common" {
+  context = "."
+  target  = STAGE
+  args = {
+    INDEX_URL = INDEX_URL
+    JOBS      = JOBS
+    VERSION   = VERSION
+    REVISION  = REVISION
+  }
+}
+
+group "default" {
+  targets = ["cpu", "cu121-sm89", "cu130-sm90", "rocm72-gfx90a"]
+}
+
+group "cuda" {
+  targets = ["cu121-sm89", "cu130-sm90"]
+}
+
+group "rocm" {
+  targets = ["rocm72-gfx90a"]
+}
+
+target "cpu" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cpu"
+  tags       = ["${REPOSITORY}:cpu${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "ubuntu:24.04"
+    RUNTIME_BASE         = "ubuntu:24.04"
+    TOOLKIT_NAME         = "cpu"
+    EXTRA_INDEX          = "https://download.pytorch.org/whl/cpu"
+    EXTRA_INDEX_REQUIRED = ""
+    ARCH_LIST            = ""
+    TARGET               = "cpu"
+    TOOLKIT              = ""
+    TORCH                = "2.13.0"
+    PYTHON               = "3.12"
+    NINJA                = "1.13.0"
+    HOST_COMPILER        = "11.3 any"
+    LEAST_DRIVER         = ""
+  }
+}
+
+target "cu121-sm89" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cuda"
+  tags       = ["${REPOSITORY}:cu121-sm89${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
+    RUNTIME_BASE         = "ubuntu:22.04"
+    TOOLKIT_NAME         = "cu121"
+    EXTRA_INDEX          = ""
+    EXTRA_INDEX_REQUIRED = ""
+    ARCH_LIST            = "8.9"
+    TARGET               = "cu121-sm89"
+    TOOLKIT              = "12.1.1"
+    TORCH                = "2.4.1"
+    PYTHON               = "3.10"
+    NINJA                = "1.13.0"
+    HOST_COMPILER        = "9.3 12"
+    LEAST_DRIVER         = "525"
+  }
+}
+
+target "cu130-sm90" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cuda"
+  tags       = ["${REPOSITORY}:cu130-sm90${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    RUNTIME_BASE         = "ubuntu:24.04"
+    TOOLKIT_NAME         = "cu130"
+    EXTRA_INDEX          = ""
+    EXTRA_INDEX_REQUIRED = ""
+    ARCH_LIST            = "9.0"
+    TARGET               = "cu130-sm90"
+    TOOLKIT              = "13.0.3"
+    TORCH                = "2.14.1"
+    PYTHON               = "3.12"
+    NINJA                = "1.13.0"
+    HOST_COMPILER        = "11.3 15"
+    LEAST_DRIVER         = "580"
+  }
+}
+
+target "rocm72-gfx90a" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.rocm"
+  tags       = ["${REPOSITORY}:rocm72-gfx90a${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "rocm/dev-ubuntu-24.04:7.2.4-complete"
+    RUNTIME_BASE         = "ubuntu:24.04"
+    TOOLKIT_NAME         = "rocm72"
+    EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
+    EXTRA_INDEX_REQUIRED = "1"
+    ARCH_LIST            = "gfx90a"
+    TARGET               = "rocm72-gfx90a"
+    TOOLKIT              = "7.2.4"
+    TORCH                = "2.13.0"
+    PYTHON               = "3.12"
+    NINJA                = "1.13.0"
+    HOST_COMPILER        = "11.3 any"
+    LEAST_DRIVER         = "30.10"
+  }
+}
