@@ -15,20 +15,20 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
 def medians(contenders: Mapping[str, Callable[[], object]], device: str, *, rounds: int = 30, budget: float = 20.0) -> dict[str, float]:
     """Median seconds of one call of each contender, after warming each up.
 
-    The contenders take turns, so that a machine whose speed drifts treats them alike. On CUDA a call is timed by events on the device, from an idle
-    stream, so host work that the device waits for counts. ``budget`` bounds the whole, in seconds; there are at least five rounds.
+    The contenders take turns, so that a machine whose speed drifts treats them alike. On CUDA, events on the device time each call, and calls are
+    queued without waiting, as a training loop queues them: host work counts where the device has to wait for it. ``budget`` bounds the whole, in
+    seconds; there are at least five rounds.
     """
-    timer = _cuda_seconds if device == "cuda" else _host_seconds
+    measure = _device_rounds if device == "cuda" else _host_rounds
     for call in contenders.values():
-        timer(call)
-        timer(call)
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+        call()
+        call()
     started = time.perf_counter()
-    for done in range(rounds):
-        if done >= 5 and time.perf_counter() - started > budget:
-            break
-        for name, call in contenders.items():
-            samples[name].append(timer(call))
+    samples = measure(contenders, 5)
+    left = min(rounds - 5, int((budget / max(time.perf_counter() - started, 1e-9) - 1) * 5))
+    if left > 0:
+        more = measure(contenders, left)
+        samples = {name: values + more[name] for name, values in samples.items()}
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -40,17 +40,24 @@ def copy_bandwidth(device: str) -> float:
     return 2 * source.numel() / seconds
 
 
-def _host_seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def _host_rounds(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            started = time.perf_counter()
+            call()
+            samples[name].append(time.perf_counter() - started)
+    return samples
 
 
-def _cuda_seconds(call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _device_rounds(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
     torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
+    return {name: [float(start.elapsed_time(end)) / 1000 for start, end in pairs] for name, pairs in events.items()}

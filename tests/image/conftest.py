@@ -30,7 +30,9 @@ class Image:
         self.build_options = ["--build-base", BASE, "--runtime-base", BASE, "--index-url", index_url, "--network", _NETWORK]
 
     def __call__(self, *arguments: str, checkout: Path = REPOSITORY, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*arguments), capture_output=True, text=True, env=self.environment(checkout, environment), timeout=1800, check=False)
+        variables = self.environment(checkout, environment)
+        # In the checkout, because `python -m` looks for flexops in the working directory first.
+        return subprocess.run(self.command(*arguments), capture_output=True, text=True, cwd=checkout, env=variables, timeout=1800, check=False)
 
     def build(self, *arguments: str, checkout: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
         return self("build", *arguments, *self.build_options, checkout=checkout)

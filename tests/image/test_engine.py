@@ -218,7 +218,7 @@ def test_a_socket_that_may_not_be_used(image: Image, tmp_path: Path) -> None:
 def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path) -> None:
     before = containers(engine)
     command = Image.command("build", "cpu", "--tag", "flexops:interrupted", "--no-cache", *image.build_options)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=Image.environment(checkout), start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=checkout, env=Image.environment(checkout), start_new_session=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "RUN" in line:  # a step that runs for seconds
