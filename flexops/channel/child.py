@@ -107,7 +107,7 @@ def _damage(path: str, work: str) -> str:
 
     with tempfile.TemporaryDirectory(dir=work) as folder:
         try:
-            extract(path, folder)
+            extract(Path(path), Path(folder))
             for entry in json.loads(Path(folder, "info/paths.json").read_text())["paths"]:
                 file = Path(folder, entry["_path"])
                 if entry.get("path_type") == "hardlink" and hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:

@@ -14,7 +14,8 @@ from flexops import targets
 from flexops.channel import build, building, check, engine, run
 from flexops.channel.explain import explain
 from flexops.channel.place import Place, distribution
-from flexops.errors import ChannelError
+from flexops.errors import ChannelError, SettingsError
+from flexops.settings import Settings
 
 CPU, CUDA129, CUDA130 = targets.load().variants
 
@@ -163,6 +164,13 @@ def test_a_spec_that_rules_out_a_requirement_is_named() -> None:
     output = f"{SOLVER}flexops * cannot be installed:\n└─ flexops 0.1.0 would require\n   └─ pytorch >=2.11, for which no candidates were found.\n"
     assert explain(output, ["flexops", "pytorch 2.5.*"]).what == "pytorch 2.5.* rules out pytorch >=2.11, which is required"
     assert explain(output, ["flexops"]).what == "no channel has pytorch >=2.11"
+
+
+def test_a_package_says_for_which_devices_it_is_compiled() -> None:
+    assert Settings.from_environ({"FLEXOPS_AOT_DEVICES": "cuda,cpu"}).aot_devices == ("cpu", "cuda")
+    assert Settings.from_environ({}).aot_devices == ()
+    with pytest.raises(SettingsError, match="FLEXOPS_AOT_DEVICES"):
+        Settings.from_environ({"FLEXOPS_AOT_DEVICES": "cpu,gpu"})
 
 
 def test_names_of_packages() -> None:
