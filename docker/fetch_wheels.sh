@@ -42,7 +42,7 @@ import sys, urllib.request
 try:
     urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=10).close()
 except Exception as error:
-    sys.exit(f"flexops: {sys.argv[1]} does not answer ({error})")
+    sys.exit(f"note: {sys.argv[1]} does not answer ({error})")
 PYTHON
 }
 extra=""
@@ -50,9 +50,11 @@ if [ -n "${EXTRA_INDEX:-}" ]; then
   if answers "$EXTRA_INDEX"; then
     extra="--extra-index-url $EXTRA_INDEX"
   elif [ -n "${EXTRA_INDEX_REQUIRED:-}" ]; then
-    echo "flexops: only that index has torch for this row; fix: --index-url with a mirror that has it" >&2
+    echo "flexops: $EXTRA_INDEX does not answer, and only it has torch for this row" >&2
+    echo "  fix: --network host, --ca-bundle FILE; or --index-url with a mirror of it" >&2
+    [ -n "${INDEX_URL:-}" ] || exit 1
   else
-    echo "flexops: going on with the default index, whose torch is larger" >&2
+    echo "note: going on with the default index, whose torch is larger" >&2
   fi
 fi
 runtime_part "$wishes" >/tmp/runtime.txt

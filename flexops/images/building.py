@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -77,8 +77,14 @@ class _Progress:
     error: str = ""
     output: list[str] = field(default_factory=list)
 
-    def step_with_output(self) -> Step | None:
-        return replace(self.step, output="".join(self.output)) if self.step else None
+    def failed_step(self, args: Mapping[str, str]) -> Step | None:
+        """The step that ran last, with what it said, and its base image by name."""
+        if self.step is None:
+            return None
+        instruction = self.step.instruction
+        if instruction.startswith("FROM"):
+            instruction = re.sub(r"\$\{(\w+)\}", lambda match: args.get(match[1], match[0]), instruction)
+        return replace(self.step, instruction=instruction, output="".join(self.output))
 
 
 def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = None) -> Built:
@@ -92,15 +98,15 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     log = log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
     text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
-    progress = _Progress()
+    progress, args = _Progress(), wish.args(revision(root))
     with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
         context.pack(root, text, wish.ca_bundle, packed)
         packed.seek(0)
-        for event in _events(client, wish, packed, wish.args(revision(root))):
+        for event in _events(client, wish, packed, args):
             _take(event, progress, kept, report)
     if progress.error or not progress.image:
         message = progress.error or "the engine ended the build without an image"
-        raise explain(wish.target.id, progress.step_with_output(), message, free_bytes=_free_bytes(client), log=log)
+        raise explain(wish.target.id, progress.failed_step(args), message, free_bytes=_free_bytes(client), log=log)
     image = client.images.get(progress.image)
     image.tag(*split(wish.reference))
     steps = progress.step.total if progress.step else 0

@@ -28,15 +28,13 @@ class _Rule:
     fix: str
 
 
-_ENGINE_RULES = (
-    _Rule(
-        r"no space left on device|disk quota exceeded", "the engine's disk is full", "space for the image and the stages that make it (CUDA: about 20 GB)",
-        "docker system prune   # or move the engine's data-root to a larger disk",
-    ),
-    _Rule(
-        r"Cannot connect to the Docker daemon|Connection aborted|Connection refused|RemoteDisconnected|IncompleteRead",
-        "the engine went away during the build", "an engine that stays up", "sudo systemctl start docker   # finished steps are kept",
-    ),
+_FULL = _Rule(
+    r"no space left on device|disk quota exceeded", "the engine's disk is full", "space for the image and the stages that make it (CUDA: about 20 GB)",
+    "docker system prune   # or move the engine's data-root to a larger disk",
+)  # fmt: skip
+_GONE = _Rule(
+    r"Cannot connect to the Docker daemon|Connection aborted|Connection refused|RemoteDisconnected|IncompleteRead|Read timed out",
+    "the engine went away during the build", "an engine that stays up", "sudo systemctl start docker   # finished steps are kept",
 )  # fmt: skip
 _BASE_FAULTS = re.compile(
     r"pull access denied|manifest (for .* not found|unknown)|no such host|dial tcp|TLS handshake|i/o timeout|connection refused|toomanyrequests|not found"
@@ -71,17 +69,18 @@ def explain(target_id: str, step: Step | None, message: str, *, free_bytes: int 
     """The error of a failed build.
 
     Args:
-        step: the step that failed; None if none had begun.
+        step: the step that failed, with its build arguments filled in; None if none had begun.
         message: what the engine says of it.
         free_bytes: on the engine's disk, if that is known.
     """
     said = f"{step.output}\n{message}" if step else message
-    for rule in _ENGINE_RULES:
-        if re.search(rule.pattern, said, re.IGNORECASE):
-            space = f"; {free_bytes / 1e9:.1f} GB are free" if free_bytes is not None and "disk" in rule.what else ""
-            return ImageError(f"{target_id}: {rule.what}", found=_line(said, rule.pattern) + space, required=rule.required, fix=rule.fix, log=log)
+    if re.search(_FULL.pattern, said, re.IGNORECASE):
+        space = f"; {free_bytes / 1e9:.1f} GB are free" if free_bytes is not None else ""
+        return ImageError(f"{target_id}: {_FULL.what}", found=_line(said, _FULL.pattern) + space, required=_FULL.required, fix=_FULL.fix, log=log)
     if (step is None or step.instruction.startswith("FROM")) and _BASE_FAULTS.search(message):
         return _base(target_id, step, message, log)
+    if re.search(_GONE.pattern, message, re.IGNORECASE):
+        return ImageError(f"{target_id}: {_GONE.what}", found=_line(message, _GONE.pattern), required=_GONE.required, fix=_GONE.fix, log=log)
     where = f"step {step.number} of {step.total} failed: {_shortened(step.instruction)}" if step else "the build could not start"
     if step and (own := _own_words(step.output)):
         found, fix = own
@@ -108,7 +107,7 @@ def _base(target_id: str, step: Step | None, message: str, log: Path | None) -> 
 def _own_words(output: str) -> tuple[str, str] | None:
     """What a script or module of flexops said failed: its first `flexops:` message with the details below it, and the mend named there."""
     lines = output.splitlines()
-    start = next((index for index, line in enumerate(lines) if line.startswith("flexops: ") and not line.startswith("flexops: going on")), None)
+    start = next((index for index, line in enumerate(lines) if line.startswith("flexops: ")), None)
     if start is None:
         return None
     details = [lines[start].removeprefix("flexops: ")]

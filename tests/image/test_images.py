@@ -251,7 +251,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
         (RUN, "ERROR: No matching distribution found for torch==9", "code: 1", "lacks a package", "--index-url"),
         (RUN, "", "returned a non-zero code: 137", "want of memory", "--jobs 1"),
         (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore", "code: 6", "step 15 of 60 failed", "mend it"),
-        (RUN, "flexops: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1", "step 15 of 60 failed", "log"),
+        (RUN, "note: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1", "step 15 of 60 failed", "log"),
         (RUN, "", "('Connection aborted.', RemoteDisconnected('...'))", "engine went away", "systemctl start docker"),
     ],
 )
