@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import toolchain
-from ..errors import ToolchainError
+from ..errors import CompileError, ToolchainError
 from ..settings import Settings
 from . import machine
 from .build_runner import OP, Runner
@@ -109,9 +109,10 @@ def run(settings: Settings, *, architecture: str = DEFAULT_ARCHITECTURE, quick: 
         architecture: the one architecture, as in ``TORCH_CUDA_ARCH_LIST``.
         quick: leave out the rungs that take minutes.
 
+    A rung that does not build has no time, and a note that holds the end of what the compiler said.
+
     Raises:
         ToolchainError: there is no torch, host compiler, ninja or CUDA toolkit here.
-        CompileError: a rung did not build; its message holds the end of what the compiler said.
     """
     tools = toolchain.discover(settings, device="cuda")
     if error := toolchain.missing(tools, "cuda"):
@@ -135,4 +136,7 @@ def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
         return Measurement(rung, None, "left out by --quick")
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")
-    return Measurement(rung, runner.measure(rung.id))
+    try:
+        return Measurement(rung, runner.measure(rung.id))
+    except CompileError as error:  # minutes of other rungs must not be lost with it
+        return Measurement(rung, None, f"failed: {error.what} {error.found}".strip())

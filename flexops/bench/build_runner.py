@@ -18,7 +18,7 @@ from ..toolchain.model import CudaToolkit, HostCompiler, Toolchain, TorchBuild
 OP = "adam"
 WARM_STARTS = 7
 _HERE = Path(__file__).resolve().parent
-SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conventional.cu")
+SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conventional_kernel.cu")
 
 _Environment = Mapping[str, "str | None"]
 """Variables for a child; None unsets."""

@@ -12,7 +12,10 @@ from typing import Any
 
 
 def _load(request: dict[str, Any]) -> dict[str, Any]:
-    import torch  # noqa: F401
+    import torch
+
+    if request["device"] == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # as it is when an op is first called: its arguments are on the GPU
 
     started = time.perf_counter()
     import flexops

@@ -64,7 +64,7 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
         "flexops/targets/matrix.toml",
         "flexops/toolchain/compat.toml",
         "flexops/py.typed",
-        "flexops/bench/data/adam_conventional.cu",
+        "flexops/bench/data/adam_conventional_kernel.cu",
         "flexops/_csrc/common/binding.h",
         "flexops/_csrc/adam/adam.cu",
         "flexops/_csrc/quant/quant_binding.cpp",
