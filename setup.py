@@ -10,7 +10,7 @@ import sys
 import types
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -21,6 +21,14 @@ sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs n
 from flexops import settings  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
+
+
+DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "bench/data/*"]}
+
+
+def source_packages() -> list[str]:
+    """``csrc/`` and its folders, which travel as data, so that an installed flexops can compile at run time."""
+    return ["flexops._csrc", *(f"flexops._csrc.{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir())]
 
 
 def extensions() -> list[Extension]:
@@ -61,4 +69,10 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", platform if self.distribution.ext_modules else "any")
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel})
+setup(
+    packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages()],
+    package_dir={"flexops._csrc": "csrc"},
+    package_data=DATA | {name: ["*"] for name in source_packages()},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},
+)

@@ -39,7 +39,7 @@ _PUBLIC = {
 }
 _NEED_TORCH = ("optim", "ops")
 
-__all__ = ["FallbackWarning", "OpStatus", "__version__", "adam_", "adam_copy_", "dequantize", "load", "load_inline", "optim", "quantize", "status"]  # noqa: F822
+__all__ = ["FallbackWarning", "OpStatus", "__version__", "adam_", "adam_copy_", "dequantize", "load", "load_inline", "optim", "quantize", "status"]
 
 _torch_error: Exception | None = None
 

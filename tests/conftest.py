@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name in _CLEARED or (name.startswith("FLEXOPS_") and not name.startswith(_KEPT_PREFIX)):
             del os.environ[name]
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job starts like that, and its children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     kept = os.environ.get("FLEXOPS_TEST_CACHE")  # for working on one test: what it compiles is found again in the next run
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
     os.environ["FLEXOPS_CACHE_DIR"] = cache
