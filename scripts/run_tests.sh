@@ -3,6 +3,7 @@
 # package index, and tests/requirements.txt. Arguments go to pytest: `bash scripts/run_tests.sh tests/unit -k cache`.
 #   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
+#   FLEXOPS_TEST_IMAGES=1      as root, install and start a container engine for the tests of images (-m image)
 #   FLEXOPS_TEST_REQUIRE=1     what is missing on this machine fails instead of being skipped (the default where CI=true)
 set -euo pipefail
 
@@ -61,9 +62,9 @@ install_test_launcher() {
   fi
 }
 
-# The tests of images need an engine. Only CI starts one unasked; elsewhere they say how to get one.
+# The tests of images need an engine, which is installed and started only when asked for.
 start_test_engine() {
-  if [[ ${CI:-} == true && $(id -u) -eq 0 ]]; then
+  if [[ ${FLEXOPS_TEST_IMAGES:-} == 1 && $(id -u) -eq 0 ]]; then
     step 'start a container engine' 'the tests of images fail without one' start_engine "$STATE/dockerd.log"
   fi
 }
