@@ -73,7 +73,7 @@ run_pytest() {
   local status=0 log
   log=$(mktemp)
   [[ ${CI:-} != true ]] || export FLEXOPS_TEST_REQUIRE=${FLEXOPS_TEST_REQUIRE:-1}
-  export VIRTUAL_ENV=$PREFIX PATH="$PREFIX/bin:$PATH"
+  export VIRTUAL_ENV=$PREFIX PATH="$PREFIX/bin:$PATH" PYTHONUTF8=1 # in whatever locale this runs, ours included
   "$PREFIX/bin/python" -m pytest "$@" 2>&1 | tee "$log" || status=$?
   printf '\npytest: %s\n' "$(tail -n 1 "$log" | sed 's/^=* *//; s/ *=*$//')"
   rm -f "$log"
