@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from ..errors import FlexopsError
@@ -33,7 +34,7 @@ def save(ladder: Ladder, file: Path) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("seconds (logarithmic)")
     axes.set_title(f"One CUDA op ({ladder.op}) from source to loaded, architecture {ladder.architecture}", loc="left")
-    axes.text(0, -0.22, str(ladder.machine), transform=axes.transAxes, fontsize=7, va="top", color="#57606a")
+    figure.supxlabel("\n".join(textwrap.wrap(str(ladder.machine), 150)), fontsize=7, color="#57606a", x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(file, dpi=150)

@@ -127,7 +127,7 @@ def judge(manifest: Manifest, host: Host) -> Refusal | None:
         return Refusal(f"built with CUDA {manifest.cuda_version}, torch is built for CUDA {torch.cuda}", "flexops build")
     if refusal := _judge_architectures(manifest.architectures, host.capabilities):
         return refusal
-    return _judge_symbols(manifest)
+    return _judge_symbols(manifest, torch.cxx11_abi)
 
 
 def _judge_architectures(compiled: Sequence[str], capabilities: Sequence[ComputeCapability]) -> Refusal | None:
@@ -146,13 +146,15 @@ def has_machine_code(manifest: Manifest, host: Host) -> bool:
     return not manifest.architectures or all(runs_on(compiled, capability) for capability in host.capabilities)
 
 
-def _judge_symbols(manifest: Manifest) -> Refusal | None:
+def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:
     """Where this process's own libraries cannot be looked at, opening the library will tell."""
     fix = "build on this system: flexops build"
     glibc = _glibc() if manifest.glibc else ""
     if glibc and Version.parse(manifest.glibc) > Version.parse(glibc):
         return Refusal(f"needs glibc {manifest.glibc}, this system has {glibc}", fix)
-    libstdcxx = _libstdcxx() if manifest.glibcxx else ""
+    # The C++11 ABI came with GLIBCXX_3.4.21: a torch that has that ABI has loaded a libstdc++ with these symbols, which saves reading it.
+    surely_there = not manifest.glibcxx or (cxx11_abi and Version.parse(manifest.glibcxx) <= Version((3, 4, 21)))
+    libstdcxx = "" if surely_there else _libstdcxx()
     if libstdcxx and not _defines(libstdcxx, f"GLIBCXX_{manifest.glibcxx}"):
         return Refusal(f"needs GLIBCXX_{manifest.glibcxx}, which {libstdcxx} lacks", fix)
     return None
