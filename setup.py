@@ -22,7 +22,6 @@ from flexops import settings  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
 
-
 DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "bench/data/*"]}
 
 

@@ -110,7 +110,7 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     image = client.images.get(progress.image)
     image.tag(*split(wish.reference))
     steps = progress.step.total if progress.step else 0
-    return Built(wish.target.id, wish.reference, image.id, round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
+    return Built(wish.target.id, wish.reference, str(image.id), round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
 
 
 def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:

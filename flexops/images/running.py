@@ -161,7 +161,7 @@ def _interactive(client: DockerClient, container: Container) -> int:
     import termios
     import tty
 
-    connection = client.api.attach_socket(container.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    connection = client.api.attach_socket(str(container.id), {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     raw = getattr(connection, "_sock", connection)
     _start(container)
     keyboard, before = sys.stdin.fileno(), termios.tcgetattr(sys.stdin)
