@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  first of all: it refuses to load once a test has loaded the standard library's distutils, and torch's compiler needs it
 
 Require = Callable[[object, str, str], None]
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -113,28 +110,6 @@ def test_no_ninja_is_said(tmp_path: Path) -> None:
     with pytest.raises(ToolchainError, match="ninja") as caught:
         compiler.run([tiny_plan(tmp_path / "tiny", ninja="/no/such/ninja")], tmp_path / "work")
     assert caught.value.fix == "pip install ninja"
-
-
-def test_an_interruption_stops_the_compilers(tmp_path: Path) -> None:
-    plan = shell_plan("long", f"echo $$ > {tmp_path}/pid; exec sleep 60")
-
-    def interrupt() -> None:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
-            time.sleep(0.02)
-        os.kill(os.getpid(), 2)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        compiler.run([plan], tmp_path / "work")
-    thread.join()
-    assert time.monotonic() - started < 20
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
 def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
