@@ -18,10 +18,34 @@ if TYPE_CHECKING:
     from .op_builder.loader import FallbackWarning as FallbackWarning
     from .op_builder.loader import OpStatus as OpStatus
     from .op_builder.loader import status as status
+    from .ops.activation import bias_gelu as bias_gelu
+    from .ops.activation import bias_silu as bias_silu
+    from .ops.activation import geglu as geglu
+    from .ops.activation import swiglu as swiglu
+    from .ops.adagrad import adagrad_ as adagrad_
     from .ops.adam import adam_ as adam_
     from .ops.adam import adam_copy_ as adam_copy_
+    from .ops.adam8bit import adam8bit_ as adam8bit_
+    from .ops.cross_entropy import cross_entropy as cross_entropy
+    from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .ops.fp8 import dequantize_fp8 as dequantize_fp8
+    from .ops.fp8 import dequantize_int8 as dequantize_int8
+    from .ops.fp8 import quantize_fp8 as quantize_fp8
+    from .ops.fp8 import quantize_int8 as quantize_int8
+    from .ops.grad_norm import clip_grads_ as clip_grads_
+    from .ops.grad_norm import grad_norm as grad_norm
+    from .ops.lamb import lamb_ as lamb_
+    from .ops.lion import lion_ as lion_
+    from .ops.norm import add_layer_norm as add_layer_norm
+    from .ops.norm import add_rms_norm as add_rms_norm
+    from .ops.norm import layer_norm as layer_norm
+    from .ops.norm import rms_norm as rms_norm
+    from .ops.norm import rms_norm_quantized as rms_norm_quantized
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
+    from .ops.rope import rotary_embedding as rotary_embedding
+    from .ops.softmax import causal_softmax as causal_softmax
+    from .ops.softmax import scaled_masked_softmax as scaled_masked_softmax
 
 __version__ = "0.1.0"
 
@@ -32,14 +56,74 @@ _PUBLIC = {
     "status": "op_builder.loader",
     "OpStatus": "op_builder.loader",
     "FallbackWarning": "op_builder.loader",
+    "bias_gelu": "ops.activation",
+    "bias_silu": "ops.activation",
+    "geglu": "ops.activation",
+    "swiglu": "ops.activation",
     "adam_": "ops.adam",
     "adam_copy_": "ops.adam",
+    "adagrad_": "ops.adagrad",
+    "adam8bit_": "ops.adam8bit",
+    "dequantize_fp8": "ops.fp8",
+    "dequantize_int8": "ops.fp8",
+    "quantize_fp8": "ops.fp8",
+    "quantize_int8": "ops.fp8",
+    "clip_grads_": "ops.grad_norm",
+    "grad_norm": "ops.grad_norm",
+    "lamb_": "ops.lamb",
+    "lion_": "ops.lion",
+    "cross_entropy": "ops.cross_entropy",
+    "linear_cross_entropy": "ops.cross_entropy",
+    "causal_softmax": "ops.softmax",
+    "scaled_masked_softmax": "ops.softmax",
+    "layer_norm": "ops.norm",
+    "rms_norm": "ops.norm",
+    "add_layer_norm": "ops.norm",
+    "add_rms_norm": "ops.norm",
+    "rms_norm_quantized": "ops.norm",
     "quantize": "ops.quant",
     "dequantize": "ops.quant",
+    "rotary_embedding": "ops.rope",
 }
 _NEED_TORCH = ("optim", "ops")
 
-__all__ = ["FallbackWarning", "OpStatus", "__version__", "adam_", "adam_copy_", "dequantize", "load", "load_inline", "optim", "quantize", "status"]
+__all__ = [
+    "FallbackWarning",
+    "OpStatus",
+    "__version__",
+    "adagrad_",
+    "adam8bit_",
+    "adam_",
+    "adam_copy_",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_gelu",
+    "bias_silu",
+    "causal_softmax",
+    "clip_grads_",
+    "cross_entropy",
+    "dequantize",
+    "dequantize_fp8",
+    "dequantize_int8",
+    "geglu",
+    "grad_norm",
+    "lamb_",
+    "layer_norm",
+    "linear_cross_entropy",
+    "lion_",
+    "load",
+    "load_inline",
+    "optim",
+    "quantize",
+    "quantize_fp8",
+    "quantize_int8",
+    "rms_norm",
+    "rms_norm_quantized",
+    "rotary_embedding",
+    "scaled_masked_softmax",
+    "status",
+    "swiglu",
+]
 
 _torch_error: Exception | None = None
 

@@ -1,26 +1,14 @@
 // The launchers of Adam and AdamW: raw pointers and numbers, no torch.
 #pragma once
 
-#include <stdint.h>
-
 #include "common/cpu.h"
+#include "common/multi_tensor.h"
 
 namespace flexops {
 
-enum class AdamType : uint8_t { f32, f16, bf16 };
-
-/// One parameter and what belongs to it. All arrays hold `numel` elements in the same order.
-struct AdamTensor {
-  void* param;
-  void* grad;  // written only if there is a grad_scale
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;  // nullptr without amsgrad
-  void* copy;             // nullptr, or where the new parameter is written in a second dtype
-  float* step;            // how many steps were made before this one; incremented
-  int64_t numel;
-  AdamType param_type, grad_type, copy_type;
-};
+/// What a row's arrays are. States are float32; max_exp_avg_sq is nullptr without amsgrad; copy, where the new parameter is written in a
+/// second dtype, may be. The gradient is written only if there is a grad_scale.
+enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpAvgSq, kAdamCopy };
 
 struct AdamOptions {
   double lr;
@@ -32,7 +20,7 @@ struct AdamOptions {
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* adam_cuda(const AdamTensor* tensors, int64_t count, const AdamOptions& options, void* stream);
+const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream);
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct AdamStep {
@@ -47,6 +35,6 @@ struct AdamStep {
 };
 
 /// Elements [begin, end) of one tensor.
-FLEXOPS_ISA_DECLARE(void adam_cpu(const AdamTensor& tensor, const AdamStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void adam_cpu(const TensorRow& row, const AdamStep& step, int64_t begin, int64_t end))
 
 }  // namespace flexops

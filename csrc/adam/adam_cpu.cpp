@@ -48,18 +48,18 @@ static void update_block(float* param, const float* grad, float* exp_avg, float*
   }
 }
 
-static void widen(AdamType type, const void* from, int64_t offset, float* to, int64_t count) {
+static void widen(Real type, const void* from, int64_t offset, float* to, int64_t count) {
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == AdamType::bf16) {
+  if (type == Real::bf16) {
     bf16_to_float(bits, to, count);
   } else {
     f16_to_float(bits, to, count);
   }
 }
 
-static void narrow(AdamType type, const float* from, void* to, int64_t offset, int64_t count) {
+static void narrow(Real type, const float* from, void* to, int64_t offset, int64_t count) {
   uint16_t* bits = static_cast<uint16_t*>(to) + offset;
-  if (type == AdamType::bf16) {
+  if (type == Real::bf16) {
     float_to_bf16(from, bits, count);
   } else {
     float_to_f16(from, bits, count);
@@ -71,46 +71,47 @@ static void unscale(float* grad, float scale, int64_t count) {
 }
 
 /// The block's gradients as floats: in place, or in `buffer`. A grad_scale is taken out of the tensor, too.
-static const float* fetch_grads(const AdamTensor& t, const AdamStep& s, int64_t begin, int64_t count, float* buffer) {
-  const bool is_float = t.grad_type == AdamType::f32;
-  float* grad = is_float ? static_cast<float*>(t.grad) + begin : buffer;
-  if (!is_float) widen(t.grad_type, t.grad, begin, grad, count);
+static const float* fetch_grads(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count, float* buffer) {
+  const bool is_float = t.type[kAdamGrad] == Real::f32;
+  float* grad = is_float ? static_cast<float*>(t.array[kAdamGrad]) + begin : buffer;
+  if (!is_float) widen(t.type[kAdamGrad], t.array[kAdamGrad], begin, grad, count);
   if (s.grad_scale != 0.0f) {
     unscale(grad, s.grad_scale, count);
-    if (!is_float) narrow(t.grad_type, grad, t.grad, begin, count);
+    if (!is_float) narrow(t.type[kAdamGrad], grad, t.array[kAdamGrad], begin, count);
   }
   return grad;
 }
 
 /// The new parameters in their second dtype, past the caches: nobody on this CPU reads them soon, and the bytes decide.
-static void write_copy(const AdamTensor& t, const float* param, int64_t begin, int64_t count) {
-  if (t.copy_type == AdamType::f32) {
-    streaming_copy(static_cast<float*>(t.copy) + begin, param, count * 4);
+static void write_copy(const TensorRow& t, const float* param, int64_t begin, int64_t count) {
+  if (t.type[kAdamCopy] == Real::f32) {
+    streaming_copy(static_cast<float*>(t.array[kAdamCopy]) + begin, param, count * 4);
     return;
   }
   uint16_t bits[kBlock];
-  narrow(t.copy_type, param, bits, 0, count);
-  streaming_copy(static_cast<uint16_t*>(t.copy) + begin, bits, count * 2);
+  narrow(t.type[kAdamCopy], param, bits, 0, count);
+  streaming_copy(static_cast<uint16_t*>(t.array[kAdamCopy]) + begin, bits, count * 2);
 }
 
-static void step_block(const AdamTensor& t, const AdamStep& s, int64_t begin, int64_t count) {
+static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count) {
   float grads[kBlock], params[kBlock];
-  const bool is_float = t.param_type == AdamType::f32;
+  const bool is_float = t.type[kAdamParam] == Real::f32;
   const float* grad = fetch_grads(t, s, begin, count, grads);
-  float* param = is_float ? static_cast<float*>(t.param) + begin : params;
-  if (!is_float) widen(t.param_type, t.param, begin, param, count);
-  if (t.max_exp_avg_sq) {
-    update_block<true>(param, grad, t.exp_avg + begin, t.exp_avg_sq + begin, t.max_exp_avg_sq + begin, count, s);
+  float* param = is_float ? static_cast<float*>(t.array[kAdamParam]) + begin : params;
+  if (!is_float) widen(t.type[kAdamParam], t.array[kAdamParam], begin, param, count);
+  const auto state = [&](AdamArray k) { return static_cast<float*>(t.array[k]) + begin; };
+  if (t.array[kAdamMaxExpAvgSq]) {
+    update_block<true>(param, grad, state(kAdamExpAvg), state(kAdamExpAvgSq), state(kAdamMaxExpAvgSq), count, s);
   } else {
-    update_block<false>(param, grad, t.exp_avg + begin, t.exp_avg_sq + begin, nullptr, count, s);
+    update_block<false>(param, grad, state(kAdamExpAvg), state(kAdamExpAvgSq), nullptr, count, s);
   }
-  if (t.copy) write_copy(t, param, begin, count);
-  if (!is_float) narrow(t.param_type, param, t.param, begin, count);
+  if (t.array[kAdamCopy]) write_copy(t, param, begin, count);
+  if (!is_float) narrow(t.type[kAdamParam], param, t.array[kAdamParam], begin, count);
 }
 
-void adam_cpu(const AdamTensor& tensor, const AdamStep& step, int64_t begin, int64_t end) {
-  for (int64_t at = begin; at < end; at += kBlock) step_block(tensor, step, at, end - at < kBlock ? end - at : kBlock);
-  if (tensor.copy) streaming_fence();
+void adam_cpu(const TensorRow& row, const AdamStep& step, int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; at += kBlock) step_block(row, step, at, end - at < kBlock ? end - at : kBlock);
+  if (row.array[kAdamCopy]) streaming_fence();
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -52,17 +52,17 @@
 namespace flexops {
 
 /// The dtypes that ops tell apart; everything else is `other`.
-enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, other };
+enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, e4m3, e5m2, other };
 
 inline const char* dtype_name(Dtype dtype) {
-  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64", "uint8",        "int8",
-                                           "int16",   "int32",   "int64",    "bool",    "another dtype"};
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",         "int16",
+                                           "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype"};
   return kNames[static_cast<int>(dtype)];
 }
 
 /// Bytes of one element; 0 for `other`.
 inline int64_t dtype_size(Dtype dtype) {
-  static constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 0};
+  static constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 1, 1, 0};
   return kSizes[static_cast<int>(dtype)];
 }
 
@@ -102,6 +102,9 @@ struct Part {
 #define FLEXOPS_DISPATCH_KEY "CPU"
 #endif
 
+#if FLEXOPS_DEVICE_CPU
+#include "common/huge_pages.h"
+#endif
 #if defined(FLEXOPS_STABLE_ABI) && FLEXOPS_STABLE_ABI
 #include "common/binding_stable.h"
 #else

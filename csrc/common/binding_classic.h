@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -57,6 +58,10 @@ class Tensor {
         return Dtype::i64;
       case at::ScalarType::Bool:
         return Dtype::boolean;
+      case at::ScalarType::Float8_e4m3fn:
+        return Dtype::e4m3;
+      case at::ScalarType::Float8_e5m2:
+        return Dtype::e5m2;
       default:
         return Dtype::other;
     }
@@ -73,16 +78,33 @@ class Tensor {
 
 namespace detail {
 inline at::ScalarType scalar_type(Dtype dtype) {
-  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Float, at::ScalarType::Half, at::ScalarType::BFloat16, at::ScalarType::Double,
-                                              at::ScalarType::Byte,  at::ScalarType::Char, at::ScalarType::Short,    at::ScalarType::Int,
-                                              at::ScalarType::Long,  at::ScalarType::Bool};
+  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Float,  at::ScalarType::Half,          at::ScalarType::BFloat16,
+                                              at::ScalarType::Double, at::ScalarType::Byte,          at::ScalarType::Char,
+                                              at::ScalarType::Short,  at::ScalarType::Int,           at::ScalarType::Long,
+                                              at::ScalarType::Bool,   at::ScalarType::Float8_e4m3fn, at::ScalarType::Float8_e5m2};
   return kTypes[static_cast<int>(dtype)];
 }
 }  // namespace detail
 
-/// A contiguous, uninitialised tensor on the device of `like`.
+namespace detail {
+inline Tensor made(at::Tensor tensor) {
+  Tensor result(std::move(tensor));
+#if FLEXOPS_DEVICE_CPU
+  prefer_huge_pages(result.data(), static_cast<int64_t>(result.torch().nbytes()));
+#endif
+  return result;
+}
+}  // namespace detail
+
+/// An uninitialised tensor on the device of `like`; its strides must describe memory without gaps or overlaps.
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim, Dtype dtype, const Tensor& like) {
+  const auto options = like.torch().options().dtype(detail::scalar_type(dtype));
+  return detail::made(at::empty_strided(at::IntArrayRef(sizes, dim), at::IntArrayRef(strides, dim), options));
+}
+
+/// A contiguous one.
 inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
-  return Tensor(at::empty(at::IntArrayRef(sizes, dim), like.torch().options().dtype(detail::scalar_type(dtype))));
+  return detail::made(at::empty(at::IntArrayRef(sizes, dim), like.torch().options().dtype(detail::scalar_type(dtype))));
 }
 
 /// destination[...] = source[...], with torch's conversions and any strides.

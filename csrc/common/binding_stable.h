@@ -22,9 +22,9 @@ namespace detail {
 struct DtypeTable {
   int32_t codes[static_cast<int>(Dtype::other)];
   DtypeTable()
-      : codes{aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float64(),
-              aoti_torch_dtype_uint8(),   aoti_torch_dtype_int8(),    aoti_torch_dtype_int16(),    aoti_torch_dtype_int32(),
-              aoti_torch_dtype_int64(),   aoti_torch_dtype_bool()} {}
+      : codes{aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),      aoti_torch_dtype_float64(),
+              aoti_torch_dtype_uint8(),   aoti_torch_dtype_int8(),    aoti_torch_dtype_int16(),         aoti_torch_dtype_int32(),
+              aoti_torch_dtype_int64(),   aoti_torch_dtype_bool(),    aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2()} {}
   static const DtypeTable& get() {
     static const DtypeTable table;
     return table;
@@ -111,7 +111,21 @@ class Tensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-/// A contiguous, uninitialised tensor on the device of `like`.
+/// An uninitialised tensor on the device of `like`; its strides must describe memory without gaps or overlaps.
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim, Dtype dtype, const Tensor& like) {
+  int32_t type;
+  FLEXOPS_TORCH(aoti_torch_get_device_type(like.handle(), &type));
+  AtenTensorHandle out;
+  FLEXOPS_TORCH(aoti_torch_empty_strided(dim, sizes, strides, detail::DtypeTable::get().codes[static_cast<int>(dtype)], type,
+                                         like.device_index(), &out));
+  Tensor result(out);
+#if FLEXOPS_DEVICE_CPU
+  detail::prefer_huge_pages(result.data(), result.numel() * dtype_size(dtype));
+#endif
+  return result;
+}
+
+/// A contiguous one.
 inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
   std::vector<int64_t> strides(dim);
   int64_t stride = 1;
@@ -119,12 +133,7 @@ inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor
     strides[d] = stride;
     stride *= sizes[d] > 1 ? sizes[d] : 1;
   }
-  int32_t type;
-  FLEXOPS_TORCH(aoti_torch_get_device_type(like.handle(), &type));
-  AtenTensorHandle out;
-  FLEXOPS_TORCH(aoti_torch_empty_strided(dim, sizes, strides.data(), detail::DtypeTable::get().codes[static_cast<int>(dtype)], type,
-                                         like.device_index(), &out));
-  return Tensor(out);
+  return empty_strided(sizes, strides.data(), dim, dtype, like);
 }
 
 /// destination[...] = source[...], with torch's conversions and any strides.

@@ -77,4 +77,15 @@ FLEXOPS_DEVICE T shuffle(T value, int lane, int width = kWarpSize) {
 #endif
 }
 
+/// A barrier among `threads` threads of the block (whole warps of 32) that call it with the same `id`, from 1 to 15. HIP has none: there it
+/// is one for the whole block, so all of the block's threads must call it equally often.
+FLEXOPS_DEVICE void barrier(int id, int threads) {
+#if FLEXOPS_HIP
+  (void)id, (void)threads;
+  __syncthreads();
+#else
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
 }  // namespace flexops

@@ -17,6 +17,7 @@ struct alignas(sizeof(T) * N) Vec {
 enum class Cache {
   normal,     // likely to be read again soon
   streaming,  // touched once: first to be evicted
+  constant,   // loads of what nobody writes while the kernel runs: may move ahead of stores
 };
 
 namespace detail {
@@ -53,6 +54,7 @@ FLEXOPS_DEVICE V load(const V* pointer) {
   return bit_cast<V>(*words);
 #else
   if constexpr (cache == Cache::streaming) return bit_cast<V>(__ldcs(words));
+  if constexpr (cache == Cache::constant) return bit_cast<V>(__ldg(words));
   return bit_cast<V>(*words);
 #endif
 }

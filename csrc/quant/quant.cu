@@ -1,6 +1,8 @@
 // Quantization's launchers: which of the three ways, and the grid.
 
-#include "quant/quant.cuh"
+#include "quant/quant_any.cuh"
+#include "quant/quant_columns.cuh"
+#include "quant/quant_rows.cuh"
 
 #include "quant/quant.h"
 
@@ -9,16 +11,13 @@ namespace {
 
 using quant::Params;
 
-constexpr int64_t kFewGroups = 1024;  // fewer groups than this, and long ones: a block works on each
-constexpr int64_t kLongGroup = 8192;
+constexpr int64_t kLongGroup = 4096;  // a block works on each, where neighbouring lanes would not have neighbouring columns
 constexpr int64_t kDivisible = int64_t{1} << 32;
 constexpr int64_t kUnlimited = int64_t{1} << 30;
 
 int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
 
 bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
-
-bool power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
 int log2_of(int64_t value) {
   int out = 0;
@@ -33,22 +32,23 @@ Params make_params(const void* in, void* out, const void* scales, const QuantLay
   p.outer_stride = l.outer_stride, p.length_stride = l.length_stride, p.inner_stride = l.inner_stride;
   p.groups = l.groups, p.group_size = l.group_size, p.group_bytes = l.group_bytes;
   p.total = p.chunks = 0;
-  p.lanes = 1, p.log_lanes = 0;
+  p.lanes = p.used = 1, p.log_lanes = 0;
   p.bits = l.bits, p.pair = l.symmetric ? 1 : 2;
   p.type = static_cast<quant::Type>(l.type), p.scale_type = static_cast<quant::Type>(l.scale_type);
   p.flat = false;
   return p;
 }
 
-/// Groups along contiguous memory, of 1 to `most` whole 16-byte vectors, a power of two of them.
+/// Groups along contiguous memory, of 1 to `most` whole 16-byte vectors.
 bool plan_rows(Params& p, const QuantLayout& l, const void* elements, int64_t most) {
-  const int64_t vector = 16 / element_size(l.type), lanes = l.group_size / vector;
-  if (l.inner != 1 || l.length_stride != 1 || l.group_size % vector || !power_of_two(lanes) || lanes > most) return false;
+  const int64_t vector = 16 / element_size(l.type), used = l.group_size / vector;
+  if (l.inner != 1 || l.length_stride != 1 || l.group_size % vector || used > most) return false;
   if (l.length % vector || l.outer_stride % vector || !aligned(elements)) return false;
-  p.lanes = static_cast<int>(lanes);
-  p.log_lanes = log2_of(lanes);
-  p.total = l.outer * l.groups * lanes;
-  p.flat = l.length % l.group_size == 0 && (l.outer_stride == l.length || l.outer == 1);
+  p.log_lanes = log2_of(used);
+  p.lanes = 1 << p.log_lanes;
+  p.used = static_cast<int>(used);
+  p.total = l.outer * l.groups * p.lanes;
+  p.flat = p.lanes == used && l.length % l.group_size == 0 && (l.outer_stride == l.length || l.outer == 1);
   return p.flat || p.total < kDivisible;
 }
 
@@ -65,25 +65,22 @@ bool plan_columns(Params& p, const QuantLayout& l, const void* elements, int64_t
   return p.total < kDivisible;
 }
 
-/// A group is one lane's where neighbouring lanes have neighbouring columns; else as many lanes share one as find work.
+/// A group is one lane's where neighbouring lanes have neighbouring columns; else as many share one as hold its elements.
 void plan_any(Params& p, const QuantLayout& l) {
   p.total = l.outer * l.groups * l.inner;
   p.lanes = 1;
-  if (l.group_size >= kLongGroup && p.total < kFewGroups) {
-    p.lanes = quant::kAnyThreads;
-  } else if (l.inner == 1) {
-    while (p.lanes < quant::kNarrowWarp && p.lanes * 2 <= l.group_bytes) p.lanes *= 2;
-  }
+  if (l.inner != 1) return;
+  while (p.lanes < quant::kNarrowWarp && p.lanes * quant::kAnyHeld < l.group_size) p.lanes *= 2;
+  if (l.group_size >= kLongGroup) p.lanes = quant::kAnyThreads;
 }
 
-/// A kernel for each type. As pointers, because each <<<>>> costs build time.
+/// A kernel for each QuantType. As pointers, because each <<<>>> costs build time.
 using Kernels = const void* [3];
-#define FLEXOPS_KERNELS(kernel)                                                                                            \
-  {reinterpret_cast<const void*>(&quant::kernel<quant::kF32>), reinterpret_cast<const void*>(&quant::kernel<quant::kF16>), \
-   reinterpret_cast<const void*>(&quant::kernel<quant::kBf16>)}
-
-const Kernels kRowQuantizers = FLEXOPS_KERNELS(quantize_rows), kRowDequantizers = FLEXOPS_KERNELS(dequantize_rows);
-const Kernels kColumnQuantizers = FLEXOPS_KERNELS(quantize_columns), kColumnDequantizers = FLEXOPS_KERNELS(dequantize_columns);
+#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&quant::__VA_ARGS__)
+#define FLEXOPS_BY_TYPE(name) {FLEXOPS_KERNEL(name<quant::kF32>), FLEXOPS_KERNEL(name<quant::kF16>), FLEXOPS_KERNEL(name<quant::kBf16>)}
+#define FLEXOPS_BY_SIZE(name) {FLEXOPS_KERNEL(name<4>), FLEXOPS_KERNEL(name<2>), FLEXOPS_KERNEL(name<2>)}
+const Kernels kRowQuantizers = FLEXOPS_BY_TYPE(quantize_rows), kRowDequantizers = FLEXOPS_BY_SIZE(dequantize_rows);
+const Kernels kColumnQuantizers = FLEXOPS_BY_TYPE(quantize_columns), kColumnDequantizers = FLEXOPS_BY_SIZE(dequantize_columns);
 
 /// With `per_block` of p.total in a block.
 void launch(const void* kernel, Params& p, int64_t per_block, int threads, void* stream) {
@@ -111,7 +108,7 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
     launch(kColumnQuantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
     plan_any(p, layout);
-    launch(reinterpret_cast<const void*>(&quant::quantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
+    launch(FLEXOPS_KERNEL(quantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }
@@ -124,8 +121,8 @@ const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out
   } else if (plan_columns(p, layout, out, kUnlimited)) {
     launch(kColumnDequantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
-    p.total = layout.outer * layout.length * layout.inner;
-    launch(reinterpret_cast<const void*>(&quant::dequantize_any), p, quant::kAnyThreads, quant::kAnyThreads, stream);
+    plan_any(p, layout);
+    launch(FLEXOPS_KERNEL(dequantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }

@@ -6,8 +6,50 @@ from ..errors import FlexopsError
 from .spec import OpSpec
 
 CATALOG: tuple[OpSpec, ...] = (
+    OpSpec(
+        "activation",
+        ops=(
+            *("bias_gelu", "bias_gelu_backward", "bias_silu", "bias_silu_backward"),
+            *("swiglu", "swiglu_backward", "geglu", "geglu_backward"),
+        ),
+        cpu_sources=("activation/activation_cpu.cpp",),
+        cuda_sources=("activation/activation_biased.cu", "activation/activation_gated.cu"),
+    ),
+    OpSpec("adagrad", ops=("adagrad_",), cpu_sources=("adagrad/adagrad_cpu.cpp",), cuda_sources=("adagrad/adagrad.cu",)),
     OpSpec("adam", ops=("adam_", "adam_copy_"), cpu_sources=("adam/adam_cpu.cpp",), cuda_sources=("adam/adam.cu",)),
+    OpSpec("adam8bit", ops=("adam8bit_",), cpu_sources=("adam8bit/adam8bit_cpu.cpp",), cuda_sources=("adam8bit/adam8bit.cu",)),
+    OpSpec(
+        "fp8",
+        ops=("quantize_fp8", "quantize_fp8_scaled", "dequantize_fp8", "quantize_int8", "dequantize_int8"),
+        cpu_sources=("fp8/fp8_cpu.cpp",),
+        cuda_sources=("fp8/fp8.cu",),
+    ),
+    OpSpec("grad_norm", ops=("grad_norm", "clip_grads_"), cpu_sources=("grad_norm/grad_norm_cpu.cpp",), cuda_sources=("grad_norm/grad_norm.cu",)),
+    OpSpec("lamb", ops=("lamb_moments_", "lamb_apply_"), cpu_sources=("lamb/lamb_cpu.cpp",), cuda_sources=("lamb/lamb.cu",)),
+    OpSpec("lion", ops=("lion_",), cpu_sources=("lion/lion_cpu.cpp",), cuda_sources=("lion/lion.cu",)),
     OpSpec("quant", ops=("quantize", "dequantize"), cpu_sources=("quant/quant_cpu.cpp",), cuda_sources=("quant/quant.cu",)),
+    OpSpec("rope", ops=("rotary_embedding", "rotary_embedding_"), cpu_sources=("rope/rope_cpu.cpp",), cuda_sources=("rope/rope.cu",)),
+    OpSpec(
+        "softmax",
+        ops=("scaled_masked_softmax", "causal_softmax", "softmax_backward"),
+        cpu_sources=("softmax/softmax_cpu.cpp",),
+        cuda_sources=("softmax/softmax.cu", "softmax/softmax_backward.cu", "softmax/softmax_long.cu"),
+    ),
+    OpSpec(
+        "cross_entropy",
+        ops=("cross_entropy", "cross_entropy_", "cross_entropy_backward", "scale_rows_"),
+        cpu_sources=("cross_entropy/cross_entropy_cpu.cpp",),
+        cuda_sources=("cross_entropy/cross_entropy.cu", "cross_entropy/cross_entropy_ring.cu"),
+    ),
+    OpSpec(
+        "norm",
+        ops=(
+            *("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized", "add_rms_norm_quantized"),
+            *("layer_norm_backward", "rms_norm_backward"),
+        ),
+        cpu_sources=("norm/norm_cpu.cpp",),
+        cuda_sources=("norm/norm_forward.cu", "norm/norm_backward.cu"),
+    ),
 )
 
 

@@ -1,4 +1,15 @@
 """The operators: each module defines its torch ops (schema, reference, fake kernel) and its public functions."""
 
+from . import activation as activation
+from . import adagrad as adagrad
 from . import adam as adam
+from . import adam8bit as adam8bit
+from . import cross_entropy as cross_entropy
+from . import fp8 as fp8
+from . import grad_norm as grad_norm
+from . import lamb as lamb
+from . import lion as lion
+from . import norm as norm
 from . import quant as quant
+from . import rope as rope
+from . import softmax as softmax

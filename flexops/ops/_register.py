@@ -21,26 +21,83 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
+_differentiable: dict[Any, type[torch.autograd.Function]] = {}
+references: dict[Any, Callable[..., Any]] = {}
+"""Each op's reference, which is what tests hold native kernels against."""
+
+
 def define(
     family: str,
     schema: str,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+    backward: Callable[..., Any] | None = None,
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
 ) -> None:
     """Define ``torch.ops.flexops.<name>``.
 
     Args:
         family: the op's name in the catalogue: which native library implements it.
-        schema: ``name(arguments) -> results``, without the namespace.
+        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only arguments.
         reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
+        setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
+        backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
+            coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, _loading(family, name, reference), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    references[op] = reference
+    if backward is not None and setup_context is not None:
+        _differentiable[op] = _function(op, setup_context, backward)
+        _library.impl(name, functools.partial(_call_eagerly, op), "Autograd")
+
+
+def call(op: Any, *args: Any) -> Any:
+    """What ``op(*args)`` gives, at less cost: an op with a gradient goes through Python twice, if it is called itself, and through none of
+    autograd's if nothing requires a gradient.
+
+    Public functions call ops through this; a call of ``torch.ops.flexops.<name>`` ends up here too, by way of the dispatcher.
+    """
+    return op(*args) if torch.compiler.is_compiling() else _call_eagerly(op, *args)
+
+
+def _call_eagerly(op: Any, *args: Any) -> Any:
+    """Also what the dispatcher calls for ``Autograd``, where tracing, too, has to get below it."""
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                return _differentiable[op].apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _function(
+    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = op(*args)
+            ctx.set_materialize_grads(False)
+            setup_context(ctx, args, results)
+            return results
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if all(gradient is None for gradient in gradients):
+                return (None,) * len(ctx.needs_input_grad)
+            return backward(ctx, *gradients)
+
+    Differentiable.__name__ = Differentiable.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
+    return Differentiable
 
 
 def _loading(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

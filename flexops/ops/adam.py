@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
 from ._register import define
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What parameters, gradients and copies may be. States and steps are float32."""
 
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
 _NUMBERS = (
@@ -82,7 +80,7 @@ def adam_(
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
-    lists = [_listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)]
+    lists = [listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)]
     _call(torch.ops.flexops.adam_, "adam_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
 
 
@@ -117,39 +115,8 @@ def adam_copy_(
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    lists = [_listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)]
+    lists = [listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)]
     _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
-
-
-def split_lr(lr: float | Tensor, on_cpu: bool) -> tuple[float, Tensor | None]:
-    """The learning rate as the ops take it: a number, or a tensor that overrides the number."""
-    if not isinstance(lr, Tensor):
-        return float(lr), None
-    if on_cpu or not lr.is_cpu:
-        return 0.0, lr if lr.dtype == torch.float32 else lr.float()
-    return float(lr), None  # no synchronisation: it is on the CPU already
-
-
-def increment_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd that the tensors were written: a backward pass that had saved one of them then says so instead of being silently wrong."""
-    if torch.compiler.is_compiling():
-        return  # the compiler sees the mutation in the schema
-    tensors = [tensor for tensor in tensors if not tensor.is_inference()] if torch.is_inference_mode_enabled() else tensors
-    if _counts_many_at_once():
-        torch.autograd.graph.increment_version(tensors)
-    else:
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-@functools.cache
-def _counts_many_at_once() -> bool:
-    """Whether this torch's ``increment_version`` takes a list (torch 2.4's does not)."""
-    try:
-        torch.autograd.graph.increment_version([torch.empty(0)])
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def _call(
@@ -167,90 +134,23 @@ def _call(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    _check_numbers(name, lr, beta1, beta2, eps, weight_decay)
-    if not lists[0]:  # no tensor, so the dispatcher would not know where to go
-        _check_lists(name, lists, amsgrad)
-        return
-    first = lists[0][0]
-    number, tensor = split_lr(lr, not isinstance(first, Tensor) or first.is_cpu)
-    try:
-        with torch.no_grad():
-            op(
-                *lists,
-                lr=number,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-                amsgrad=amsgrad,
-                maximize=maximize,
-                decoupled=decoupled,
-                lr_tensor=tensor,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-            )
-    except (RuntimeError, TypeError, NotImplementedError):
-        # Checking thousands of tensors in Python at every call would cost more than the step. The native kernels check, too: only when
-        # they have refused is it found out here what to tell, in the same words and with the same type for every backend.
-        _check(name, lists, amsgrad, tensor, grad_scale, found_inf)
-        raise
-    increment_versions(lists[0] + (lists[6] if len(lists) > 6 else []))
-
-
-def _listed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return tensors if isinstance(tensors, list) else list(tensors)
-
-
-def _check_numbers(name: str, lr: float | Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    for label, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"flexops::{name}: {label} must be in [0, 1), got {value}")
-    for label, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0.0:
-            raise ValueError(f"flexops::{name}: {label} must not be negative, got {value}")
-    if not isinstance(lr, Tensor) and not lr >= 0.0:
-        raise ValueError(f"flexops::{name}: lr must not be negative, got {lr}")
+    check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
+    numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    numbers |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
+    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf)
+    written = lists[0] + (lists[6] if len(lists) > 6 else [])
+    call_lists(call, lists, written, lambda: _check(name, lists, amsgrad, tensor, grad_scale, found_inf))
 
 
 def _check(name: str, lists: list[list[Tensor]], amsgrad: bool, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Raise if the tensors do not fit together, naming the first that does not."""
-    _check_lists(name, lists, amsgrad)
-    device = lists[0][0].device
-    for label, tensor in (("lr", lr_tensor), ("grad_scale", grad_scale), ("found_inf", found_inf)):
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.float32 or tensor.numel() != 1:
-            raise TypeError(f"flexops::{name}: {label} must be a float32 tensor of one element")
-        if tensor.device != device:
-            raise ValueError(f"flexops::{name}: {label} must be on the device of params, {device}, got {tensor.device}")
-
-
-def _check_lists(name: str, lists: list[list[Tensor]], amsgrad: bool) -> None:
-    params = lists[0]
-    for label, tensors in zip(_LIST_NAMES, lists, strict=False):  # adam_ has no copies
-        optional = label == "max_exp_avg_sqs" and not amsgrad
-        if len(tensors) != len(params) and not optional:
-            raise ValueError(f"flexops::{name}: {label} must hold {len(params)} tensors, as params does, got {len(tensors)}")
-        for index, tensor in enumerate(() if optional else tensors):
-            _check_tensor(name, label, index, tensor, params)
-
-
-def _check_tensor(name: str, label: str, index: int, tensor: Any, params: list[Tensor]) -> None:
-    where = f"flexops::{name}: {label}[{index}]"
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where} must be a dense (strided) tensor, got {tensor.layout}")
-    any_width = label in ("params", "grads", "copies")
-    if tensor.dtype not in (PARAM_DTYPES if any_width else (torch.float32,)):
-        raise TypeError(f"{where} must be {'float32, bfloat16 or float16' if any_width else 'float32'}, got {str(tensor.dtype).removeprefix('torch.')}")
-    if tensor.device != params[0].device:
-        raise ValueError(f"{where} must be on the device of params[0], {params[0].device}, got {tensor.device}")
-    if label == "state_steps":
-        if tensor.numel() != 1:
-            raise ValueError(f"{where} must have one element, got shape {list(tensor.shape)}")
-    elif tensor.shape != params[index].shape:
-        raise ValueError(f"{where} must have the shape of its parameter, {list(params[index].shape)}, got {list(tensor.shape)}")
+    wanted: Lists = {
+        label: (tensors, PARAM_DTYPES if label in ("params", "grads", "copies") else (torch.float32,))
+        for label, tensors in zip(_LIST_NAMES, lists, strict=False)  # adam_ has no copies
+        if amsgrad or label != "max_exp_avg_sqs"
+    }
+    check_lists(name, wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
 
 
 def _reference_step(
@@ -267,21 +167,13 @@ def _reference_step(
     found_inf: Tensor | None,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-
-    def put(target: Tensor, value: Tensor) -> None:
-        target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
-
+    writer = Writer(found_inf)
+    put = writer.put
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *copies = lists
     for i, param in enumerate(params):
         step = steps[i] + 1
         put(steps[i], step)
-        grad, value = grads[i].float(), param.float()
-        if grad_scale is not None:
-            grad = grad / grad_scale.reshape(())
-            put(grads[i], grad)
-        if maximize:
-            grad = -grad
+        grad, value = writer.gradient(grads[i], grad_scale, maximize), param.float()
         if decoupled:
             value = value * (1 - lr * weight_decay)
         elif weight_decay:
@@ -356,12 +248,8 @@ def _adam_copy_reference(
     _reference("adam_copy_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    """Nothing is returned, so there is nothing to describe."""
-
-
-define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", _adam_reference, _fake)
-define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()", _adam_copy_reference, _fake)
+define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", _adam_reference, nothing)
+define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()", _adam_copy_reference, nothing)
 
 
 def self_check(device: str) -> float:

@@ -98,7 +98,8 @@ def quantize(x: Tensor, bits: int = 4, group_size: int = 64, dim: int = -1, symm
     Args:
         x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty.
         bits: 4 or 8.
-        group_size: elements a group, from 1 on; -1 makes one group of the whole dimension. Kernels are fastest with powers of two from 16 to 128.
+        group_size: elements a group, from 1 on; -1 makes one group of the whole dimension. Kernels are fastest with powers of
+            two from 16 to 128, and next with other multiples of 8.
         dim: the dimension to group along. FlexGen groups weights ``[out, in]`` along 0 and a KV cache ``[length, heads, size]`` along 0 or 2.
         symmetric: codes around zero without a minimum, for ``x`` that is centred on zero.
 

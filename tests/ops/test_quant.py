@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -279,6 +280,22 @@ def test_many_elements_on_all_threads() -> None:
         assert torch.equal(q.packed, packed)
         assert torch.equal(q.scales, scales)
         assert torch.equal(flexops.dequantize(q), quant_module._dequantize_reference(packed, scales, q.length, 4, 64, dim, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("native")
+def test_large_results_ask_for_huge_pages() -> None:
+    """The page faults of a fresh result would take several times as long as the work."""
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    y = flexops.dequantize(flexops.quantize(torch.randn(4096, 4096)))
+    inside, here, flags = y.data_ptr() + y.nbytes // 2, False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            here = int(span[1], 16) <= inside < int(span[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split()
 
 
 @pytest.mark.usefixtures("roundtrip")

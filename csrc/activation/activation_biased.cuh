@@ -1,0 +1,174 @@
+// The kernels of act(x + bias).
+#pragma once
+
+#include "activation/activation.cuh"
+
+namespace flexops::activation {
+
+/// BiasedActivation as kernels take it.
+struct Biased {
+  const void *x, *bias, *grad;
+  void* out;
+  u32 rows, columns;
+  u32 x_stride, grad_stride;
+  Divisor vectors;  // of a row
+  u32 take;         // rows of a thread, at most kRows
+  bool flat;        // see Walk
+  Function function;
+  ElementType type, bias_type;
+};
+
+template <int N>
+struct Bias {
+  Shared<N> raw;
+
+  FLEXOPS_DEVICE void load(const void* bias, i64 column, ElementType type) {
+    if (bias) raw.load(bias, column, type);
+  }
+  FLEXOPS_DEVICE void widen_to(float (&out)[N], const void* bias, ElementType type) const {
+    if (bias) {
+      raw.widen_to(out, type);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[i] = -0.0f;  // which changes no number
+    }
+  }
+};
+
+/// The activation, or the gradient of x.
+template <typename T, bool kErf, bool kBackward>
+__global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT Biased p) {
+  constexpr int N = kPerVector<T>, kCount = kBackward ? kBackwardRows : kRows;
+  const Walk w = walk_of<N>(p);
+  Elements<T, N> x[kCount], grad[kCount];
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    if (u < p.take && w.row(u) < p.rows) {
+      x[u] = fetch<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column), p.type);
+      if constexpr (kBackward) grad[u] = fetch<T, N, kLoad>(p.grad, place(w.row(u), p.grad_stride, w.column), p.type);
+    }
+  }
+  Bias<N> raw;
+  raw.load(p.bias, w.column, p.bias_type);
+  float bias[N];
+  raw.widen_to(bias, p.bias, p.bias_type);
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    if (u >= p.take || w.row(u) >= p.rows) return;
+    float value[N], outer[N];
+    widen(value, x[u]);
+    if constexpr (kBackward) widen(outer, grad[u]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (kBackward) {
+        float unused;
+        value[i] = outer[i] * differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
+      } else {
+        value[i] = activate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
+      }
+    }
+    put<T, N, kStore>(p.out, place(w.row(u), p.columns, w.column), value, p.type);
+  }
+}
+
+/// What a bias's gradient takes.
+struct Summed {
+  const void *x, *bias, *grad;
+  void* out;
+  void* bias_grad;  // of bias_type, if slices is 1
+  float* sums;      // [slices, columns], else
+  i64 rows, columns, x_stride, grad_stride;
+  i64 vectors;  // of a row
+  i64 slices;
+  int chunk;   // vectors of a block
+  int chunks;  // blocks a row
+  int lanes;   // rows of a block
+  Function function;
+  ElementType type, bias_type;
+};
+
+/// The gradients of x and bias. A block has `chunk` vectors of `lanes` rows, and goes down the rows; all blocks together are on
+/// neighbouring rows. What a thread adds up stays in registers; the block's lanes are added in order, its sums are row `slice` of p.sums.
+template <typename T, bool kErf>
+__global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CONSTANT Summed p) {
+  constexpr int N = kPerVector<T>;
+  __shared__ float shared[kSumThreads * N];
+  const int slice = static_cast<int>(blockIdx.x) / p.chunks, chunk = static_cast<int>(blockIdx.x) - slice * p.chunks;
+  const int lane = static_cast<int>(threadIdx.x) / p.chunk, within = static_cast<int>(threadIdx.x) - lane * p.chunk;
+  const i64 vector = static_cast<i64>(chunk) * p.chunk + within, column = vector * N, step = p.slices * p.lanes;
+  const bool inside = lane < p.lanes && vector < p.vectors;
+  float sum[N] = {};
+  if (inside) {
+    Bias<N> raw;
+    raw.load(p.bias, column, p.bias_type);
+    float bias[N];
+    raw.widen_to(bias, p.bias, p.bias_type);
+#pragma unroll 1
+    for (i64 row = static_cast<i64>(slice) * p.lanes + lane; row < p.rows; row += step * kSumRows) {
+      Elements<T, N> x[kSumRows], grad[kSumRows];
+#pragma unroll
+      for (int u = 0; u < kSumRows; ++u) {
+        const i64 here = row + u * step;
+        if (here < p.rows) {
+          x[u] = fetch<T, N, kLoad>(p.x, here * p.x_stride + column, p.type);
+          grad[u] = fetch<T, N, kLoad>(p.grad, here * p.grad_stride + column, p.type);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kSumRows; ++u) {
+        const i64 here = row + u * step;
+        if (here < p.rows) {
+          float value[N], outer[N];
+          widen(value, x[u]);
+          widen(outer, grad[u]);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            float unused;
+            value[i] = outer[i] * differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
+            sum[i] += value[i];
+          }
+          put<T, N, kStore>(p.out, here * p.columns + column, value, p.type);
+        }
+      }
+    }
+  }
+  if (p.lanes > 1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) shared[i * kSumThreads + threadIdx.x] = sum[i];
+    __syncthreads();
+    if (inside && lane == 0) {
+      for (int other = 1; other < p.lanes; ++other) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[i] += shared[i * kSumThreads + other * p.chunk + within];
+      }
+    }
+  }
+  if (!inside || lane != 0) return;
+  if (p.bias_grad) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) put_one(p.bias_grad, column + i, sum[i], p.bias_type);
+  } else {
+    put<float, N, Cache::normal>(p.sums, slice * p.columns + column, sum, kFloat32);
+  }
+}
+
+/// Adds up p.sums, a block for 32 columns.
+__global__ void __launch_bounds__(kTotalThreads) bias_gradient(const FLEXOPS_GRID_CONSTANT Summed p) {
+  constexpr int kLanes = kTotalThreads / kTotalColumns;
+  __shared__ float shared[kLanes][kTotalColumns];
+  const int within = threadIdx.x % kTotalColumns, lane = threadIdx.x / kTotalColumns;
+  const i64 column = static_cast<i64>(blockIdx.x) * kTotalColumns + within;
+  float sum = 0.0f;
+  if (column < p.columns) {
+#pragma unroll 8
+    for (i64 row = lane; row < p.slices; row += kLanes) sum += p.sums[row * p.columns + column];
+  }
+  shared[lane][within] = sum;
+  __syncthreads();
+  if (lane != 0 || column >= p.columns) return;
+#pragma unroll
+  for (int other = 1; other < kLanes; ++other) sum += shared[other][within];
+  put_one(p.bias_grad, column, sum, p.bias_type);
+}
+
+}  // namespace flexops::activation

@@ -1,0 +1,257 @@
+// The activations on the CPU: compiled once per ISA level (common/cpu.h). Formulas: flexops/ops/activation.py; how they are worked out, and
+// why: activation.cuh.
+
+#include "activation/activation.h"
+
+#include "common/cpu_exp.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+#define FLEXOPS_INLINE inline __attribute__((always_inline))
+
+constexpr int64_t kTile = kActivationColumns;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- arithmetic --------------------------------------------------------------------------------------------------------
+
+/// silu and gelu(tanh): x * sigmoid(x (a + b x^2)).
+template <Activation kWhich>
+struct Sigmoidal {
+  static constexpr float a = kWhich == Activation::silu ? 1.0f : 1.595769122f, b = kWhich == Activation::silu ? 0.0f : 0.07135481627f;
+
+  static FLEXOPS_INLINE Floats square_of(Floats x) { return lesser(x * x, floats_of(100.0f)); }
+  static FLEXOPS_INLINE Floats value(Floats x) {
+    if constexpr (kWhich == Activation::silu) return x / (exponential(-x) + 1.0f);
+    return x / (exponential(-x * (square_of(x) * b + a)) + 1.0f);
+  }
+  static FLEXOPS_INLINE Floats slope(Floats x, Floats& value) {
+    const Floats square = kWhich == Activation::silu ? x : square_of(x);
+    const Floats t = kWhich == Activation::silu ? floats_of(1.0f) : square * b + a;
+    const Floats e = exponential_of_negative(-absolute(x) * t), small = e / (e + 1.0f), large = 1.0f - small;
+    const Floats sigmoid = x >= 0.0f ? large : small;
+    value = x * sigmoid;
+    const Floats inner = kWhich == Activation::silu ? floats_of(1.0f) : square * (3.0f * b) + a;
+    return x * (large * small) * inner + sigmoid;
+  }
+};
+
+/// gelu(erf): x * Phi(x), Phi(-|x|) = exp(p(|x|)).
+struct Erf {
+  /// |x|, up to where Phi(-|x|) is 0, which leaves no infinity; NaN becomes that, too.
+  static FLEXOPS_INLINE Floats size_of(Floats x) { return lesser(absolute(x), floats_of(20.0f)); }
+  static FLEXOPS_INLINE Floats tail(Floats z) {
+    const Floats a = z * -7.978845336e-01f - 6.931471806e-01f, b = z * -3.633178705e-02f - 3.183104439e-01f;
+    const Floats c = z * 6.093054189e-05f + 4.769473433e-03f, d = z * 7.481222887e-05f - 2.405662755e-04f;
+    const Floats e = z * 1.741920406e-06f - 1.395477726e-05f, f = z * 6.960221438e-09f - 1.427412781e-07f;
+    const Floats z2 = z * z, z4 = z2 * z2;
+    return exponential_of_negative(((f * z2 + e) + z4 * -1.531102706e-10f) * (z4 * z4) + ((d * z2 + c) * z4 + (b * z2 + a)));
+  }
+  static FLEXOPS_INLINE Floats value(Floats x) {
+    const Floats z = size_of(x), q = tail(z);
+    return x >= 0.0f ? x - z * q : x * q;
+  }
+  static FLEXOPS_INLINE Floats slope(Floats x, Floats& value) {
+    const Floats q = tail(size_of(x)), phi = x >= 0.0f ? 1.0f - q : q;
+    value = x * phi;
+    return x * (exponential_of_negative(x * x * -0.5f) * 0.3989422804f) + phi;
+  }
+};
+
+// ---- elements ----------------------------------------------------------------------------------------------------------
+// Everything works on whole registers: where a row's end makes none, its elements are in a buffer, which has room for the rest.
+
+static_assert(kTile % kLanes == 0);
+
+static bool makes_registers(int64_t count) { return count % kLanes == 0; }
+
+/// `count` neighbouring elements as floats: in place, or in `buffer`.
+static const float* widen(const void* from, int64_t offset, int64_t count, ActivationType type, float* buffer) {
+  if (type == ActivationType::f32) {
+    const float* floats = static_cast<const float*>(from) + offset;
+    if (makes_registers(count)) return floats;
+    memcpy(buffer, floats, static_cast<size_t>(count) * sizeof(float));
+  } else if (type == ActivationType::bf16) {
+    bf16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
+  } else {
+    f16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
+  }
+  for (int64_t i = count; !makes_registers(i); ++i) buffer[i] = 0.0f;
+  return buffer;
+}
+
+/// Where floats that become elements are put together: in place, or in `buffer`. `narrow` then finishes it.
+static float* place_for(void* to, int64_t offset, int64_t count, ActivationType type, float* buffer) {
+  return type == ActivationType::f32 && makes_registers(count) ? static_cast<float*>(to) + offset : buffer;
+}
+
+static void narrow(const float* from, void* to, int64_t offset, int64_t count, ActivationType type) {
+  if (type == ActivationType::bf16) {
+    float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
+  } else if (type == ActivationType::f16) {
+    float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
+  } else if (from != static_cast<float*>(to) + offset) {
+    memcpy(static_cast<float*>(to) + offset, from, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+/// A tile's bias, or what changes no number.
+static const float* widen_bias(const BiasedActivation& c, int64_t column, int64_t count, float* buffer) {
+  if (c.bias) return widen(c.bias, column, count, c.bias_type, buffer);
+  for (int64_t i = 0; i < kTile; ++i) buffer[i] = -0.0f;
+  return buffer;
+}
+
+/// Calls f with the activation's arithmetic.
+template <typename F>
+static void with_activation(Activation which, F f) {
+  if (which == Activation::silu) return f(Sigmoidal<Activation::silu>());
+  if (which == Activation::gelu_tanh) return f(Sigmoidal<Activation::gelu_tanh>());
+  f(Erf());
+}
+
+// ---- act(x + bias) -----------------------------------------------------------------------------------------------------
+
+void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
+  const int64_t tiles = activation_tiles(c.columns);
+  with_activation(c.activation, [&](auto arithmetic) {
+    float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const float* x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
+      float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
+      const float* bias = !c.bias && item > begin ? bias_buffer : widen_bias(c, column, count, bias_buffer);
+      for (int64_t i = 0; i < count; i += kLanes) store_floats(out + i, arithmetic.value(load_floats(x + i) + load_floats(bias + i)));
+      narrow(out, c.out, row * c.columns + column, count, c.type);
+    }
+  });
+}
+
+constexpr int64_t kPart = 8;  // rows that are added up by themselves first, which keeps more digits
+
+/// sum += part; part = 0
+static void add_part(float* sum, float* part, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_floats(sum + i, load_floats(sum + i) + load_floats(part + i));
+    store_floats(part + i, Floats{});
+  }
+}
+
+void biased_activation_backward_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
+  const int64_t tiles = activation_tiles(c.columns);
+  const bool summed = c.bias_grad != nullptr;
+  with_activation(c.activation, [&](auto arithmetic) {
+    float x_buffer[kTile], bias_buffer[kTile], grad_buffer[kTile], out_buffer[kTile], sum[kTile], part[kTile];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t slice = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const float* bias = widen_bias(c, column, count, bias_buffer);
+      if (summed) {
+        memset(sum, 0, sizeof sum);
+        memset(part, 0, sizeof part);
+      }
+      const int64_t last = least((slice + 1) * c.slice_rows, c.rows);
+      for (int64_t row = slice * c.slice_rows; row < last; ++row) {
+        const float* x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
+        const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
+        float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
+        for (int64_t i = 0; i < count; i += kLanes) {
+          Floats unused;
+          const Floats value = load_floats(grad + i) * arithmetic.slope(load_floats(x + i) + load_floats(bias + i), unused);
+          store_floats(out + i, value);
+          if (summed) store_floats(part + i, load_floats(part + i) + value);
+        }
+        narrow(out, c.out, row * c.columns + column, count, c.type);
+        if (summed && ((row + 1) % kPart == 0 || row + 1 == last)) add_part(sum, part, count);
+      }
+      if (!summed) continue;
+      if (c.sums) {
+        memcpy(c.sums + slice * c.columns + column, sum, static_cast<size_t>(count) * sizeof(float));
+      } else {
+        narrow(sum, c.bias_grad, column, count, c.bias_type);
+      }
+    }
+  });
+}
+
+void bias_gradient_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
+  float sum[kTile], part[kTile], buffer[kTile];
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t column = tile * kTile, count = least(c.columns - column, kTile);
+    memset(sum, 0, sizeof sum);
+    memset(part, 0, sizeof part);
+    for (int64_t slice = 0; slice < c.slices; ++slice) {
+      const float* from = widen(c.sums, slice * c.columns + column, count, ActivationType::f32, buffer);
+      for (int64_t i = 0; i < count; i += kLanes) store_floats(part + i, load_floats(part + i) + load_floats(from + i));
+      if ((slice + 1) % kPart == 0 || slice + 1 == c.slices) add_part(sum, part, count);
+    }
+    narrow(sum, c.bias_grad, column, count, c.bias_type);
+  }
+}
+
+// ---- act(gate) * up ----------------------------------------------------------------------------------------------------
+
+/// Gates and ups of a tile, wherever they are.
+struct Gates {
+  const float *gate, *up;
+  float gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
+
+  void load(const GatedActivation& c, int64_t row, int64_t column, int64_t count) {
+    if (c.pairs) {
+      const float* pairs = widen(c.gate, row * c.gate_stride + 2 * column, 2 * count, c.type, both);
+      for (int64_t i = 0; i < count; ++i) gate_buffer[i] = pairs[2 * i], up_buffer[i] = pairs[2 * i + 1];
+      for (int64_t i = count; !makes_registers(i); ++i) gate_buffer[i] = up_buffer[i] = 0.0f;
+      gate = gate_buffer, up = up_buffer;
+    } else {
+      gate = widen(c.gate, row * c.gate_stride + column, count, c.type, gate_buffer);
+      up = widen(c.up, row * c.up_stride + column, count, c.type, up_buffer);
+    }
+  }
+};
+
+void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
+  const int64_t tiles = activation_tiles(c.columns);
+  with_activation(c.activation, [&](auto arithmetic) {
+    Gates in;
+    float out_buffer[kTile];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      in.load(c, row, column, count);
+      float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
+      for (int64_t i = 0; i < count; i += kLanes)
+        store_floats(out + i, arithmetic.value(load_floats(in.gate + i)) * load_floats(in.up + i));
+      narrow(out, c.out, row * c.columns + column, count, c.type);
+    }
+  });
+}
+
+void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
+  const int64_t tiles = activation_tiles(c.columns);
+  with_activation(c.activation, [&](auto arithmetic) {
+    Gates in;
+    float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      in.load(c, row, column, count);
+      const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
+      const int64_t at = row * c.out_stride + (c.pairs ? 2 * column : column);
+      float* gate_grad = c.pairs ? gate_buffer : place_for(c.gate_grad, at, count, c.type, gate_buffer);
+      float* up_grad = c.pairs ? up_buffer : place_for(c.up_grad, at, count, c.type, up_buffer);
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Floats value;
+        const Floats slope = arithmetic.slope(load_floats(in.gate + i), value), outer = load_floats(grad + i);
+        store_floats(gate_grad + i, outer * load_floats(in.up + i) * slope);
+        store_floats(up_grad + i, outer * value);
+      }
+      if (c.pairs) {
+        float* pairs = place_for(c.gate_grad, at, 2 * count, c.type, both);
+        for (int64_t i = 0; i < count; ++i) pairs[2 * i] = gate_grad[i], pairs[2 * i + 1] = up_grad[i];
+        narrow(pairs, c.gate_grad, at, 2 * count, c.type);
+      } else {
+        narrow(gate_grad, c.gate_grad, at, count, c.type);
+        narrow(up_grad, c.up_grad, at, count, c.type);
+      }
+    }
+  });
+}
+
+}  // namespace flexops::FLEXOPS_ISA

@@ -1,0 +1,98 @@
+// flexops::adam8bit_: argument checks and registration (schema: flexops/ops/adam8bit.py).
+
+#include "adam8bit/adam8bit.h"
+#include "common/cpu.h"
+#include "common/multi_tensor_binding.h"
+
+#include <math.h>
+
+namespace flexops {
+namespace {
+
+constexpr const char* kOp = "flexops::adam8bit_";
+
+/// Adds a list of scales as array k of every row.
+void add_scales(TensorTable& table, const char* name, const TensorList& scales, int k) {
+  check_length(kOp, name, scales, "params", table.rows().size());
+  for (size_t i = 0; i < scales.size(); ++i) {
+    TensorRow& row = table.rows()[i];
+    const int64_t blocks = (row.numel + kAdam8bitBlock - 1) / kAdam8bitBlock;
+    table.check_place(name, i, scales[i]);
+    FLEXOPS_CHECK(scales[i].dtype() == Dtype::f32 && scales[i].numel() >= blocks && scales[i].is_contiguous(), kOp, ": ", name_of(name, i),
+                  " must be a contiguous float32 tensor of at least ", blocks, " elements, got ", dtype_name(scales[i].dtype()), " ",
+                  shape_text(scales[i]));
+    row.array[k] = scales[i].data();
+  }
+}
+
+#if FLEXOPS_DEVICE_CUDA
+
+void launch(TensorTable& table, const Adam8bitOptions& options, const Tensor& where) {
+  DeviceGuard guard(where);
+  check_launch(kOp, adam8bit_cuda(table.data(), table.size(), options, current_stream(where)));
+}
+
+#else
+
+Adam8bitStep make_step(const Adam8bitOptions& o, double step) {
+  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
+  Adam8bitStep s;
+  s.beta1 = static_cast<float>(o.beta1);
+  s.beta2 = static_cast<float>(o.beta2);
+  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
+  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
+  s.eps = static_cast<float>(o.eps);
+  s.step_size = static_cast<float>(lr / (1 - pow(o.beta1, step)));
+  s.inverse_bias2 = static_cast<float>(1 / sqrt(1 - pow(o.beta2, step)));
+  s.l2 = o.decoupled ? 0.0f : static_cast<float>(o.weight_decay);
+  s.decay = o.decoupled ? static_cast<float>(lr * o.weight_decay) : 0.0f;
+  s.sign = o.maximize ? -1.0f : 1.0f;
+  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
+  s.step = static_cast<uint32_t>(step);
+  return s;
+}
+
+void launch(TensorTable& table, const Adam8bitOptions& options, const Tensor&) {
+  if (options.found_inf && *options.found_inf != 0) return;
+  const std::vector<TensorRow>& rows = table.rows();
+  std::vector<Adam8bitStep> steps(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) steps[i] = make_step(options, *rows[i].step += 1.0f);
+  for_each_piece(rows, kAdam8bitBlock,
+                 [&](size_t i, int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(adam8bit_cpu)(rows[i], steps[i], begin, end); });
+}
+
+#endif
+
+void adam8bit_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList exp_avg_scales,
+               TensorList exp_avg_sq_scales, TensorList state_steps, double lr, double beta1, double beta2, double eps, double weight_decay,
+               bool maximize, bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
+               std::optional<Tensor> found_inf) {
+  if (params.empty()) return;
+  TensorTable table(kOp,
+                    {{"params", params, true},
+                     {"grads", grads, true, grad_scale.has_value()},
+                     {"exp_avgs", exp_avgs, false, true, Dtype::i8},
+                     {"exp_avg_sqs", exp_avg_sqs, false, true, Dtype::u8}},
+                    &state_steps, /*row_major=*/true);
+  add_scales(table, "exp_avg_scales", exp_avg_scales, kAdam8bitExpAvgScale);
+  add_scales(table, "exp_avg_sq_scales", exp_avg_sq_scales, kAdam8bitExpAvgSqScale);
+  Adam8bitOptions options;
+  options.lr = lr;
+  options.lr_tensor = table.number("lr", lr_tensor);
+  options.beta1 = beta1;
+  options.beta2 = beta2;
+  options.eps = eps;
+  options.weight_decay = weight_decay;
+  options.maximize = maximize;
+  options.decoupled = decoupled;
+  options.grad_scale = table.number("grad_scale", grad_scale);
+  options.found_inf = table.number("found_inf", found_inf);
+  launch(table, options, params[0]);
+  table.finish();
+}
+
+}  // namespace
+
+FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "adam8bit_", adam8bit_); }
+
+}  // namespace flexops

@@ -1,0 +1,214 @@
+// Rows of fp32, fp16 or bf16 in CPU kernels, a block of floats at a time; see cpu_math.h. For kernels that reduce rows.
+#pragma once
+
+#include "common/cpu_exp.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+enum class RowType : uint8_t { f32, f16, bf16 };
+
+constexpr int64_t kRowBlock = 1024;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline int64_t bytes_of(RowType type) { return type == RowType::f32 ? 4 : 2; }
+
+/// Sixteen fp16 numbers at once, where that is twice as quick as eight.
+inline int64_t widen_f16(const uint16_t* in, float* out, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    _mm512_storeu_ps(out + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i))));
+  }
+#else
+  (void)in, (void)out, (void)count;
+#endif
+  return i;
+}
+
+inline int64_t narrow_f16(const float* in, uint16_t* out, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                        _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  (void)in, (void)out, (void)count;
+#endif
+  return i;
+}
+
+/// `count` neighbouring elements as floats: in place, or in `buffer`.
+inline const float* widen_row(const void* from, int64_t offset, int64_t count, RowType type, float* buffer) {
+  if (type == RowType::f32) return static_cast<const float*>(from) + offset;
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
+  if (type == RowType::bf16) {
+    bf16_to_float(bits, buffer, count);
+  } else {
+    const int64_t done = widen_f16(bits, buffer, count);
+    f16_to_float(bits + done, buffer + done, count - done);
+  }
+  return buffer;
+}
+
+/// Elements of a row before the first that is at a multiple of 64 bytes, if that is something to whole registers of floats: unaligned, each
+/// of them is in two lines of the cache, which long rows feel.
+inline int64_t unaligned_of(const void* row, int64_t offset, int64_t length, RowType type) {
+  if (type != RowType::f32 || length < kRowBlock) return 0;
+  return static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(row) / 4 + static_cast<uintptr_t>(offset)) & 15u);
+}
+
+/// Calls f(at, count) for the blocks of [0, length): one of `first` elements, unless that is 0, and then of kRowBlock.
+template <typename F>
+inline void for_row_blocks(int64_t length, int64_t first, const F& f) {
+  int64_t at = 0;
+  for (int64_t count = first; at < length; at += count, count = kRowBlock) {
+    if (count == 0) count = kRowBlock;
+    if (count > length - at) count = length - at;
+    f(at, count);
+  }
+}
+
+/// A register of neighbouring elements as floats, and one of them.
+template <RowType type>
+inline Floats load_elements(const void* from, int64_t index) {
+  if constexpr (type == RowType::f32) return load_floats(static_cast<const float*>(from) + index);
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + index;
+#if defined(__AVX512F__)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits));
+  if constexpr (type == RowType::f16) return _mm512_maskz_cvtph_ps(0xffff, halves);
+  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, halves), 16));
+#elif defined(__AVX2__)
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bits));
+  if constexpr (type == RowType::f16) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#else
+  Floats out = {};
+  for (int i = 0; i < kLanes; ++i) out[i] = type == RowType::f16 ? f16_to_float(bits[i]) : bf16_to_float(bits[i]);
+  return out;
+#endif
+}
+template <RowType type>
+inline float load_element(const void* from, int64_t index) {
+  if constexpr (type == RowType::f32) return static_cast<const float*>(from)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
+  return type == RowType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+/// Where floats that become elements are put together: in place, or in `buffer`. narrow_row then finishes it.
+inline float* place_in_row(void* to, int64_t offset, RowType type, float* buffer) {
+  return type == RowType::f32 ? static_cast<float*>(to) + offset : buffer;
+}
+
+inline void narrow_row(const float* from, void* to, int64_t offset, int64_t count, RowType type) {
+  if (type == RowType::bf16) float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
+  if (type != RowType::f16) return;
+  uint16_t* out = static_cast<uint16_t*>(to) + offset;
+  const int64_t done = narrow_f16(from, out, count);
+  float_to_f16(from + done, out + done, count - done);
+}
+
+inline void clear_row(void* to, int64_t offset, int64_t count, RowType type) {
+  memset(static_cast<char*>(to) + offset * bytes_of(type), 0, static_cast<size_t>(count * bytes_of(type)));
+}
+
+/// The first `count` lanes, which are not all; the others are `filling`.
+inline Floats load_some(const float* from, int64_t count, float filling) {
+#if defined(__AVX512F__)
+  return _mm512_mask_loadu_ps(floats_of(filling), static_cast<__mmask16>((1u << count) - 1), from);
+#else
+  Floats out = floats_of(filling);
+  for (int64_t i = 0; i < count; ++i) out[i] = from[i];
+  return out;
+#endif
+}
+inline void store_some(float* to, Floats value, int64_t count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), value);
+#else
+  for (int64_t i = 0; i < count; ++i) to[i] = value[i];
+#endif
+}
+
+inline Floats greater_of(Floats a, Floats b) { return a < b ? b : a; }  // a if b is NaN
+
+/// The lanes folded in half again and again; op takes vectors, and numbers at last.
+template <int width, typename Op>
+inline float fold_lanes(const float* lanes, Op op) {
+  if constexpr (width == 1) {
+    return lanes[0];
+  } else {
+    typedef float Half __attribute__((vector_size(width / 2 * sizeof(float))));
+    Half low, high;
+    memcpy(&low, lanes, sizeof low);
+    memcpy(&high, lanes + width / 2, sizeof high);
+    const Half folded = op(low, high);
+    float rest[width / 2];
+    memcpy(rest, &folded, sizeof folded);
+    return fold_lanes<width / 2>(rest, op);
+  }
+}
+inline float greatest_lane(Floats value) {
+  float lanes[kLanes];
+  store_floats(lanes, value);
+  return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a < b ? b : a; });
+}
+inline float sum_of_lanes(Floats value) {
+  float lanes[kLanes];
+  store_floats(lanes, value);
+  return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a + b; });
+}
+
+/// exp(x) for what is at most 0, but for rounding: as `exponential`, without the care for what is large. 0 below -87, NaN for NaN.
+inline Floats power(Floats x) {
+  constexpr float kLeast = -87.0f;
+  const Floats z = x < kLeast ? floats_of(kLeast) : x;
+  const Floats n = (z * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const Floats r = (z - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Floats value = p * bits_as_floats((__builtin_convertvector(n, Ints) + 127) << 23);
+  return x < kLeast ? floats_of(0.0f) : value;
+}
+
+inline float greatest(const float* values, int64_t count, float out) {
+  Floats a = floats_of(out), b = a;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    a = greater_of(a, load_floats(values + i));
+    b = greater_of(b, load_floats(values + i + kLanes));
+  }
+  for (; i + kLanes <= count; i += kLanes) a = greater_of(a, load_floats(values + i));
+  if (i < count) a = greater_of(a, load_some(values + i, count - i, out));
+  return greatest_lane(greater_of(a, b));
+}
+
+/// Sum of exp(values - base); the powers are stored too, unless `powers` is null.
+template <bool kStore>
+inline float sum_powers(const float* values, float* powers, int64_t count, float base) {
+  Floats a = {}, b = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Floats first = power(load_floats(values + i) - base), second = power(load_floats(values + i + kLanes) - base);
+    if (kStore) store_floats(powers + i, first), store_floats(powers + i + kLanes, second);
+    a += first, b += second;
+  }
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats value = power(load_floats(values + i) - base);
+    if (kStore) store_floats(powers + i, value);
+    a += value;
+  }
+  if (i < count) {
+    const Floats value = power(load_some(values + i, count - i, -__builtin_inff()) - base);
+    if (kStore) store_some(powers + i, value, count - i);
+    b += value;
+  }
+  return sum_of_lanes(a + b);
+}
+
+}  // namespace flexops::FLEXOPS_ISA

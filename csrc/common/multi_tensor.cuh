@@ -1,0 +1,278 @@
+// Element-wise kernels over lists of tensors: many tensors per launch, their addresses in the kernel's parameters, one block per chunk of
+// one tensor. An op brings a Rule; this brings memory, which is what decides: every access is 16 bytes wide for fp32 (8 for 16-bit data), a
+// thread has all loads of kUnroll vectors in flight before the first use, and blocks are small. (On an H200 loads and stores that are
+// marked as touched once are 3 % slower than plain ones.)
+//
+//   template <bool general> struct Rule {
+//     static constexpr bool kGeneral = general;      // false: every array is fp32, and no optional one is there
+//     static constexpr int kThreads, kUnroll, kIterations, kMinBlocks;
+//     static constexpr int kApart;                   // as kUnroll, for tensors that are not aligned
+//     static constexpr int kArrays, kExtras, kSums;  // kExtras: small per-tensor inputs by pointer; kSums: numbers reduced over the tensor
+//     static constexpr u32 kReads, kWrites, kTyped, kOptional;   // which arrays, as bits; typed ones may be fp32, bf16 or fp16
+//     static constexpr int kUnscaled;                // the array that is also written if shared.grad_scale is there, or -1
+//     static constexpr bool kReverse;                // last chunk first: finds in the cache what the pass before read last
+//     static constexpr Cache kLoad, kStore;
+//     struct Shared { const float *grad_scale, *found_inf; ... };   // what all tensors share; pointers null where not used
+//     struct Factors { ... };                        // what all elements of one tensor share
+//     static Factors prepare(const Shared&, const Launch<Rule>&, int tensor);
+//     static void update(Element<Rule>& x, const Shared&, const Factors&, const Pointers<Rule>&, float* sums, bool valid);
+//   };
+#pragma once
+
+#include "common/device.cuh"
+#include "common/dtypes.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace flexops::multi {
+
+constexpr int kVector = 4;  // elements per access
+
+template <class Rule>
+constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
+template <class Rule>
+constexpr int kChunk = kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
+
+/// A tensor's flags: two bits for each typed array, in order, and whether vector accesses are possible.
+constexpr u8 kFloat = 1, kBf16 = 2, kAligned = 128;
+
+template <class Rule>
+__host__ __device__ constexpr bool is_typed(int k) {
+  return Rule::kGeneral && (Rule::kTyped >> k & 1) != 0;
+}
+/// The place of array k's bits among the flags.
+template <class Rule>
+__host__ __device__ constexpr int type_shift(int k) {
+  int shift = 0;
+  for (int i = 0; i < k; ++i) shift += (Rule::kTyped >> i & 1) != 0 ? 2 : 0;
+  return shift;
+}
+
+/// The tensors of one launch. Tensor t owns the blocks first_chunk[t] up to first_chunk[t + 1].
+template <class Rule>
+struct Launch {
+  using Shared = typename Rule::Shared;
+  static constexpr int kTensorBytes = (Rule::kArrays + Rule::kExtras) * 8 + 8 + 4 + 1;
+  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - static_cast<int>(sizeof(Shared)) - 32) / kTensorBytes;
+  Shared shared;
+  int count;
+  u32 first_chunk[kCapacity + 1];
+  i64 numel[kCapacity];
+  void* array[Rule::kArrays][kCapacity];
+  const float* extra[Rule::kExtras > 0 ? Rule::kExtras : 1][Rule::kExtras > 0 ? kCapacity : 1];
+  u8 flags[kCapacity];
+};
+
+/// The step counts that one launch increments, before the launches that read them.
+struct Steps {
+  static constexpr int kThreads = 128;
+  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - 24) / 8;
+  const float* found_inf;
+  int count;
+  float* step[kCapacity];
+};
+
+FLEXOPS_DEVICE void increment(const Steps& steps) {
+  const int i = blockIdx.x * Steps::kThreads + threadIdx.x;
+  if (i >= steps.count || (steps.found_inf && *steps.found_inf != 0.0f)) return;
+  *steps.step[i] += 1.0f;
+}
+
+/// The tensor that owns a block.
+template <class Rule>
+FLEXOPS_DEVICE int find_tensor(const Launch<Rule>& launch, u32 block) {
+  int low = 0, high = launch.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (launch.first_chunk[middle] <= block) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// Where one tensor lies.
+template <class Rule>
+struct Pointers {
+  char* array[Rule::kArrays];
+  u8 flags;
+
+  FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kGeneral && array[k]); }
+  FLEXOPS_DEVICE bool is_float(int k) const { return !is_typed<Rule>(k) || (flags >> type_shift<Rule>(k) & kFloat) != 0; }
+  FLEXOPS_DEVICE bool is_bf16(int k) const { return is_typed<Rule>(k) && (flags >> type_shift<Rule>(k) & kBf16) != 0; }
+};
+
+/// One element of every array, as the rule sees it.
+template <class Rule>
+struct Element {
+  float at[Rule::kArrays];
+};
+
+/// kVector elements of every array on their way from memory and back: neighbours (step 1), or `step` apart for tensors that are not
+/// aligned, where they are read one by one but each access of the warp is still of neighbours.
+template <class Rule, int kStep>
+struct Elements {
+  static constexpr bool kPacked = kStep == 1;
+  float x[Rule::kArrays][kVector];
+
+  /// 16-bit elements stay as they are, two in a word if packed, until widen(): converting them here would wait for each load before the
+  /// next one is sent.
+  FLEXOPS_DEVICE void fetch(const Pointers<Rule>& from, i64 at, i64 end) {
+#pragma unroll
+    for (int k = 0; k < Rule::kArrays; ++k) {
+      if ((Rule::kReads >> k & 1) == 0 || !from.has(k)) continue;
+      const char* base = from.array[k];
+      if constexpr (kPacked) {
+        if (from.is_float(k)) {
+          const auto v = load<Rule::kLoad>(reinterpret_cast<const Vec<float, kVector>*>(base + at * 4));
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) x[k][i] = v.at[i];
+        } else {
+          const auto v = load<Rule::kLoad>(reinterpret_cast<const Vec<float, kVector / 2>*>(base + at * 2));
+#pragma unroll
+          for (int i = 0; i < kVector / 2; ++i) x[k][i] = v.at[i];
+        }
+      } else if (from.is_float(k)) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (at + i * kStep < end) x[k][i] = load<Rule::kLoad>(reinterpret_cast<const float*>(base) + at + i * kStep);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (at + i * kStep < end) {
+            x[k][i] = bit_cast<float>(static_cast<u32>(load<Rule::kLoad>(reinterpret_cast<const u16*>(base) + at + i * kStep)));
+          }
+        }
+      }
+    }
+  }
+
+  FLEXOPS_DEVICE void widen(const Pointers<Rule>& from) {
+#pragma unroll
+    for (int k = 0; k < Rule::kArrays; ++k) {
+      if ((Rule::kReads >> k & 1) == 0 || from.is_float(k)) continue;
+#pragma unroll
+      for (int i = kVector - 1; i >= 0; --i) {
+        const u16 bits = static_cast<u16>(kPacked ? bit_cast<u32>(x[k][i / 2]) >> (i % 2 * 16) : bit_cast<u32>(x[k][i]));
+        x[k][i] = from.is_bf16(k) ? to_float(bf16{bits}) : to_float(f16{bits});
+      }
+    }
+  }
+
+  FLEXOPS_DEVICE void update(const typename Rule::Shared& s, const typename Rule::Factors& f, const Pointers<Rule>& p, float* sums, i64 at,
+                             i64 end) {
+    widen(p);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      Element<Rule> e;
+#pragma unroll
+      for (int k = 0; k < Rule::kArrays; ++k) e.at[k] = x[k][i];
+      Rule::update(e, s, f, p, sums, at + i * kStep < end);
+#pragma unroll
+      for (int k = 0; k < Rule::kArrays; ++k) x[k][i] = e.at[k];
+    }
+  }
+
+  FLEXOPS_DEVICE void put(const Pointers<Rule>& to, i64 at, i64 end, bool unscaled) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kArrays; ++k) {
+      const bool written = (Rule::kWrites >> k & 1) != 0 || (k == Rule::kUnscaled && unscaled);
+      if (!written || !to.has(k)) continue;
+      char* base = to.array[k];
+      if constexpr (kPacked) {
+        if (to.is_float(k)) {
+          Vec<float, kVector> v;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) v.at[i] = x[k][i];
+          store<Rule::kStore>(reinterpret_cast<Vec<float, kVector>*>(base + at * 4), v);
+        } else {
+          Vec<u16, kVector> v;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) v.at[i] = narrow(x[k][i], to.is_bf16(k));
+          store<Rule::kStore>(reinterpret_cast<Vec<u16, kVector>*>(base + at * 2), v);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (at + i * kStep >= end) continue;
+          if (to.is_float(k)) {
+            store<Rule::kStore>(reinterpret_cast<float*>(base) + at + i * kStep, x[k][i]);
+          } else {
+            store<Rule::kStore>(reinterpret_cast<u16*>(base) + at + i * kStep, narrow(x[k][i], to.is_bf16(k)));
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static FLEXOPS_DEVICE u16 narrow(float value, bool is_bf16) {
+    return is_bf16 ? from_float<bf16>(value).bits : from_float<f16>(value).bits;
+  }
+};
+
+/// Elements [begin, end) of one tensor.
+template <class Rule>
+FLEXOPS_DEVICE void run_chunk(const Launch<Rule>& launch, int tensor, const Pointers<Rule>& p, i64 begin, i64 end, float* sums) {
+  constexpr int kUnroll = Rule::kUnroll, kStep = kStride<Rule>;
+  const auto& s = launch.shared;
+  const i64 whole = p.flags & kAligned ? end & ~static_cast<i64>(kVector - 1) : begin;  // up to here in vectors
+  Elements<Rule, 1> e[kUnroll];
+  i64 at = begin + threadIdx.x * kVector;
+  const auto fetch = [&] {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (at + u * kStep < whole) e[u].fetch(p, at + u * kStep, whole);
+    }
+  };
+  fetch();
+  const auto f = Rule::prepare(s, launch, tensor);  // here, so that it does not delay the first loads
+  while (at < whole) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) e[u].update(s, f, p, sums, at + u * kStep, whole);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (at + u * kStep < whole) e[u].put(p, at + u * kStep, whole, s.grad_scale);
+    }
+    at += kStep * kUnroll;
+    fetch();
+  }
+  constexpr int kApart = Rule::kApart;
+  for (at = whole + threadIdx.x; at < end; at += kStep * kApart) {
+    Elements<Rule, Rule::kThreads> a[kApart];
+#pragma unroll
+    for (int u = 0; u < kApart; ++u) a[u].fetch(p, at + u * kStep, end);
+#pragma unroll
+    for (int u = 0; u < kApart; ++u) a[u].update(s, f, p, sums, at + u * kStep, end);
+#pragma unroll
+    for (int u = 0; u < kApart; ++u) a[u].put(p, at + u * kStep, end, s.grad_scale);
+  }
+}
+
+/// What a kernel of the rule does. The sums of a chunk go to where the tensor's last extra points, kSums of them for each chunk.
+template <class Rule>
+FLEXOPS_DEVICE void run(const Launch<Rule>& launch) {
+  if (launch.shared.found_inf && *launch.shared.found_inf != 0.0f) return;
+  const u32 block = Rule::kReverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int t = find_tensor(launch, block);
+  Pointers<Rule> p;
+#pragma unroll
+  for (int k = 0; k < Rule::kArrays; ++k) p.array[k] = static_cast<char*>(launch.array[k][t]);
+  p.flags = launch.flags[t];
+  const i64 chunk = block - launch.first_chunk[t], begin = chunk * kChunk<Rule>, numel = launch.numel[t];
+  float sums[Rule::kSums > 0 ? Rule::kSums : 1] = {};
+  run_chunk(launch, t, p, begin, numel - begin > kChunk<Rule> ? begin + kChunk<Rule> : numel, sums);
+  if constexpr (Rule::kSums > 0) {
+    __shared__ float shared[Rule::kSums][Rule::kThreads / kWarpSize];
+#pragma unroll
+    for (int j = 0; j < Rule::kSums; ++j) {
+      const float sum = block_reduce<Rule::kThreads>(sums[j], Rule::combiner(launch.shared), shared[j]);
+      if (threadIdx.x == 0) const_cast<float*>(launch.extra[Rule::kExtras - 1][t])[chunk * Rule::kSums + j] = sum;
+    }
+  }
+}
+
+}  // namespace flexops::multi

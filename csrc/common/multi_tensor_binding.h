@@ -1,0 +1,159 @@
+// What the bindings of multi-tensor ops share: lists of tensors are checked and laid out as rows.
+#pragma once
+
+#include "common/binding.h"
+#include "common/multi_tensor.h"
+
+namespace flexops {
+
+/// One of an op's lists, as array k of every row.
+struct TensorColumn {
+  const char* name;
+  const TensorList& tensors;
+  bool any_width;       // fp32, bf16 or fp16; else of `dtype`
+  bool written = true;  // a copy that stands in for a tensor is written back
+  Dtype dtype = Dtype::f32;
+};
+
+inline std::string name_of(const char* list, size_t index) { return std::string(list) + "[" + std::to_string(index) + "]"; }
+
+inline void check_length(const char* op, const char* list, const TensorList& tensors, const char* first, size_t expected) {
+  FLEXOPS_CHECK(tensors.size() == expected, op, ": ", list, " must hold ", expected, " tensors, as ", first, " does, got ", tensors.size());
+}
+
+/// The address of an optional number that is read on the device when the op runs; nullptr if it is not there.
+inline const float* check_number(const char* op, const char* name, const std::optional<Tensor>& tensor, const char* first, int32_t device) {
+  if (!tensor) return nullptr;
+  FLEXOPS_CHECK(tensor->numel() == 1 && tensor->dtype() == Dtype::f32, op, ": ", name, " must be a float32 tensor of one element");
+  FLEXOPS_CHECK(on_this_device_type(*tensor) && tensor->device_index() == device, op, ": ", name, " must be on the device of ", first);
+  return tensor->data<const float>();
+}
+
+/// Checks every tensor, and lays out what the launchers take. Tensors whose elements do not lie in memory as their parameter's (the first
+/// column's) do, or not row-major if that is asked for, are replaced by contiguous copies, which finish() writes back.
+class TensorTable {
+ public:
+  TensorTable(const char* op, std::initializer_list<TensorColumn> columns, const TensorList* steps, bool row_major = false)
+      : op_(op), first_(columns.begin()->name), device_(columns.begin()->tensors[0].device_index()), row_major_(row_major) {
+    const size_t count = columns.begin()->tensors.size();
+    for (const TensorColumn& column : columns) check_length(op, column.name, column.tensors, first_, count);
+    if (steps) check_length(op, "state_steps", *steps, first_, count);
+    rows_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+      add(columns, i);
+      if (steps) add_step((*steps)[i], i);
+    }
+  }
+
+  std::vector<TensorRow>& rows() { return rows_; }
+  const TensorRow* data() const { return rows_.data(); }
+  int64_t size() const { return static_cast<int64_t>(rows_.size()); }
+  int32_t device() const { return device_; }
+
+  const float* number(const char* name, const std::optional<Tensor>& tensor) const {
+    return check_number(op_, name, tensor, first_, device_);
+  }
+
+  void check_place(const char* list, size_t index, const Tensor& tensor) const {
+    FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == device_, op_, ": ", name_of(list, index),
+                  " must be on the device of ", first_, "[0]");
+  }
+
+  void finish() {
+    for (const auto& [original, temporary] : replaced_) copy(original, temporary);
+  }
+
+ private:
+  void add(std::initializer_list<TensorColumn> columns, size_t i) {
+    TensorRow& row = rows_[i];
+    const Tensor& param = columns.begin()->tensors[i];
+    row.numel = param.numel();
+    bool contiguous_all = true;
+    int k = 0;
+    for (const TensorColumn& column : columns) {
+      const Tensor& tensor = column.tensors[i];
+      check_place(column.name, i, tensor);
+      row.type[k++] = type_of(column, i, tensor);
+      FLEXOPS_CHECK(k == 1 || same_shape(param, tensor), op_, ": ", name_of(column.name, i), " must have the shape of its parameter, ",
+                    shape_text(param), ", got ", shape_text(tensor));
+      contiguous_all = contiguous_all && tensor.is_contiguous();
+    }
+    bool same = contiguous_all;  // elements lie in the same order everywhere
+    if (!contiguous_all && !row_major_) {
+      same = is_dense(param);
+      for (const TensorColumn& column : columns) same = same && same_strides(param, column.tensors[i]);
+    }
+    k = 0;
+    for (const TensorColumn& column : columns) {
+      const Tensor& tensor = column.tensors[i];
+      row.array[k++] = same || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
+    }
+    for (; k < TensorRow::kMostArrays; ++k) row.array[k] = nullptr, row.type[k] = Real::f32;
+    row.step = nullptr;
+  }
+
+  void add_step(const Tensor& step, size_t i) {
+    check_place("state_steps", i, step);
+    FLEXOPS_CHECK(step.dtype() == Dtype::f32 && step.numel() == 1, op_, ": ", name_of("state_steps", i),
+                  " must be a float32 tensor of one element, got ", dtype_name(step.dtype()), " ", shape_text(step));
+    rows_[i].step = step.data<float>();
+  }
+
+  Real type_of(const TensorColumn& column, size_t i, const Tensor& tensor) const {
+    const Dtype dtype = tensor.dtype();
+    if (!column.any_width) {
+      FLEXOPS_CHECK(dtype == column.dtype, op_, ": ", name_of(column.name, i), " must be ", dtype_name(column.dtype), ", got ",
+                    dtype_name(dtype));
+      return Real::f32;
+    }
+    FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16, op_, ": ", name_of(column.name, i),
+                  " must be float32, bfloat16 or float16, got ", dtype_name(dtype));
+    return dtype == Dtype::f32 ? Real::f32 : dtype == Dtype::bf16 ? Real::bf16 : Real::f16;
+  }
+
+  void* replace(const Tensor& tensor, bool written) {
+    Tensor temporary = contiguous(tensor);
+    void* data = temporary.data();
+    if (written) {
+      replaced_.emplace_back(tensor, std::move(temporary));
+    } else {
+      kept_.push_back(std::move(temporary));
+    }
+    return data;
+  }
+
+  const char* op_;
+  const char* first_;
+  int32_t device_;
+  bool row_major_;
+  std::vector<TensorRow> rows_;
+  std::vector<std::pair<Tensor, Tensor>> replaced_;
+  std::vector<Tensor> kept_;
+};
+
+#if FLEXOPS_DEVICE_CPU
+
+/// Calls body(i, begin, end) on pieces of every row i: all rows as one range of elements, shared out evenly among threads. Cuts fall on
+/// multiples of `unit` elements of a row.
+template <typename F>
+void for_each_piece(const std::vector<TensorRow>& rows, int64_t unit, const F& body) {
+  constexpr int64_t kGrain = 32768;
+  const size_t count = rows.size();
+  std::vector<int64_t> start(count + 1, 0);
+  for (size_t i = 0; i < count; ++i) start[i + 1] = start[i] + rows[i].numel;
+  parallel_for(0, start[count], kGrain, [&](int64_t begin, int64_t end) {
+    const auto cut = [&](int64_t at, size_t i) {
+      return at >= start[i + 1] ? rows[i].numel : at <= start[i] ? 0 : (at - start[i]) / unit * unit;
+    };
+    size_t low = 0, high = count;  // the last row that starts at or before `begin`
+    while (high - low > 1) (start[(low + high) / 2] <= begin ? low : high) = (low + high) / 2;
+    for (size_t i = low; i < count && start[i] < end; ++i) {
+      const int64_t from = cut(begin, i), to = cut(end, i);
+      if (from < to) body(i, from, to);
+    }
+  });
+}
+
+#endif
+
+}  // namespace flexops

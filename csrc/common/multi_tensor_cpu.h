@@ -1,0 +1,79 @@
+// Element-wise CPU kernels over rows of tensors; for *_cpu.cpp files, once per ISA level (see cpu.h for why the namespace).
+//
+// An op brings a Rule: kArrays; kReads, kWrites and kTyped, which arrays, as bits; kUnscaled, the array that is also written if there is a
+// gradient scale, or -1; Step, with a grad_scale (0 for none); and
+//   template <typename V> static inline void update(V (&x)[kArrays], const Step& s)   for V = Floats (one register) and float.
+#pragma once
+
+#include "common/cpu_math.h"
+#include "common/multi_tensor.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+// 16-bit data goes through float buffers of this many elements: few enough for a block to stay in the first-level cache.
+constexpr int64_t kRowBlock = 256;
+
+static inline void widen_real(Real type, const void* from, int64_t offset, float* to, int64_t count) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
+  if (type == Real::bf16) {
+    bf16_to_float(bits, to, count);
+  } else {
+    f16_to_float(bits, to, count);
+  }
+}
+
+static inline void narrow_real(Real type, const float* from, void* to, int64_t offset, int64_t count) {
+  uint16_t* bits = static_cast<uint16_t*>(to) + offset;
+  if (type == Real::bf16) {
+    float_to_bf16(from, bits, count);
+  } else {
+    float_to_f16(from, bits, count);
+  }
+}
+
+/// Inlined by force: what the compiler leaves out of line goes through memory, five times slower.
+template <class Rule, typename V, typename Update>
+__attribute__((always_inline)) static inline void update_at(float* const* at, int64_t i, bool unscaled, const Update& update) {
+  V x[Rule::kArrays];
+#pragma GCC unroll 8
+  for (int k = 0; k < Rule::kArrays; ++k) {
+    if (Rule::kReads >> k & 1) memcpy(&x[k], at[k] + i, sizeof(V));
+  }
+  update(x);
+#pragma GCC unroll 8
+  for (int k = 0; k < Rule::kArrays; ++k) {
+    if (Rule::kWrites >> k & 1 || (k == Rule::kUnscaled && unscaled)) memcpy(at[k] + i, &x[k], sizeof(V));
+  }
+}
+
+/// Elements [begin, end) of a row, by update(x) for registers and for single elements.
+template <class Rule, typename Update>
+static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin, int64_t end, const Update& update) {
+  float buffers[Rule::kArrays][kRowBlock];
+  for (int64_t from = begin; from < end; from += kRowBlock) {
+    const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
+    float* at[Rule::kArrays];
+    for (int k = 0; k < Rule::kArrays; ++k) {
+      const bool wide = !(Rule::kTyped >> k & 1) || row.type[k] == Real::f32;
+      at[k] = wide ? static_cast<float*>(row.array[k]) + from : buffers[k];
+      if (!wide && Rule::kReads >> k & 1) widen_real(row.type[k], row.array[k], from, buffers[k], count);
+    }
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) update_at<Rule, Floats>(at, i, unscaled, update);
+    for (; i < count; ++i) update_at<Rule, float>(at, i, unscaled, update);
+    for (int k = 0; k < Rule::kArrays; ++k) {
+      const bool written = Rule::kWrites >> k & 1 || (k == Rule::kUnscaled && unscaled);
+      if (written && at[k] == buffers[k]) narrow_real(row.type[k], buffers[k], row.array[k], from, count);
+    }
+  }
+}
+
+/// The sum of a register's lanes, always in the same order.
+inline double sum_lanes(float value) { return value; }
+inline double sum_lanes(Floats value) {
+  double sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += value[i];
+  return sum;
+}
+
+}  // namespace flexops::FLEXOPS_ISA

@@ -1,0 +1,147 @@
+// Cross entropy's launchers: how many threads and blocks share a row.
+
+#include "cross_entropy/cross_entropy_launch.h"
+
+namespace flexops {
+
+using namespace cross_entropy_launch;
+
+namespace {
+
+constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts those that are not ignored
+
+int64_t elements_of(LogitsType type) { return type == LogitsType::f32 ? 4 : 8; }
+
+bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+
+/// Vectors that the longest row needs, wherever it starts.
+int64_t vectors_of(const void* data, const Logits& shape) {
+  const int64_t elements = elements_of(shape.type);
+  const int64_t head = aligned(data) && shape.stride % elements == 0 ? 0 : elements - 1;
+  return divide_up(shape.length + head, elements);
+}
+
+/// As pointers, because each <<<>>> costs build time.
+const void* const kRows[] = {reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF32>),
+                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF16>),
+                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kBf16>)};
+
+Params make_params(const void* logits, const int64_t* target, const Logits& shape) {
+  Params p;
+  p.logits = const_cast<void*>(logits), p.out = nullptr;
+  p.target = reinterpret_cast<const i64*>(target);
+  p.losses = p.maxima = p.sums = p.weight = nullptr, p.upstream = nullptr;
+  p.rows = shape.rows, p.stride = shape.stride, p.out_stride = 0, p.ignore_index = shape.ignore_index;
+  p.length = static_cast<int>(shape.length);
+  p.each_row = p.count = 0;
+  p.lanes = p.blocks = 1, p.log_lanes = 0, p.part = 0;
+  p.smoothing = shape.smoothing, p.z_loss = shape.z_loss;
+  return p;
+}
+
+void launch(const void* kernel, Params& p, int64_t blocks, int64_t threads, cudaStream_t stream) {
+  void* arguments[] = {&p};
+  cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), arguments, 0, stream);
+}
+
+/// Rows that a warp or less holds.
+bool launch_short(Params& p, LogitsType type, int64_t vectors, cudaStream_t stream) {
+  if (vectors > cross_entropy::kNarrowWarp * cross_entropy::kVectors) return false;
+  while (p.lanes * cross_entropy::kVectors < vectors) p.lanes *= 2, ++p.log_lanes;
+  p.part = static_cast<int>(vectors);
+  const int64_t threads = cross_entropy::kShortThreads;
+  launch(kRows[static_cast<int>(type)], p, divide_up(p.rows * p.lanes, threads), threads, stream);
+  return true;
+}
+
+void launch_rows(Params& p, LogitsType type, cudaStream_t stream, int64_t vectors) {
+  if (launch_short(p, type, vectors, stream)) return;
+  if (p.out && type == LogitsType::f32 && vectors >= FLEXOPS_CE_RING_LEAST && launch_ring(p, vectors, stream)) return;
+  const int64_t chunk = cross_entropy::kRowThreads * cross_entropy::kVectors;
+  const int64_t most = !p.out                 ? cross_entropy::kForwardThreads
+                       : vectors <= 2 * chunk ? cross_entropy::kRowThreads
+                                              : 2 * cross_entropy::kRowThreads;
+  const int64_t threads = least(divide_up(divide_up(vectors, cross_entropy::kVectors), 32) * 32, most);
+  p.part = static_cast<int>(vectors);
+  p.lanes = static_cast<int>(threads < 64 ? 64 : threads);
+  launch(kRows[static_cast<int>(type)], p, p.rows, p.lanes, stream);
+}
+
+void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction,
+                   cudaStream_t stream) {
+  const auto* targets = reinterpret_cast<const i64*>(target);
+  i64 rows = shape.rows, ignore_index = shape.ignore_index;
+  const float* losses = stats.losses;
+  float* weight = stats.weight;
+  const void* kernel = reduction == Reduction::mean ? reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<true>)
+                                                    : reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<false>);
+  void* arguments[] = {&targets, &losses, &weight, &loss, &rows, &ignore_index};
+  cudaLaunchKernel(kernel, dim3(1), dim3(cross_entropy::kMostThreads), arguments, 0, stream);
+}
+
+const char* last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction, bool write_gradient,
+                               const GradientFactors& factors, const LossStats& stats, float* loss, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (shape.rows > 0) {
+    Params p = make_params(logits, target, shape);
+    p.losses = stats.losses, p.maxima = stats.maxima, p.sums = stats.sums;
+    if (write_gradient) {
+      p.out = logits, p.out_stride = shape.stride;
+      p.upstream = factors.data, p.each_row = factors.each_row;
+      if (reduction == Reduction::mean) {
+        p.count = shape.rows <= kCountedByBlocks;
+        if (!p.count) {
+          launch_finish(shape, target, stats, nullptr, reduction, on);
+          p.weight = stats.weight;
+        }
+      }
+    }
+    launch_rows(p, shape.type, on, vectors_of(logits, shape));
+  }
+  if (reduction != Reduction::none) launch_finish(shape, target, stats, loss, reduction, on);
+  return last_error();
+}
+
+const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
+                                        void* out, const Logits& shape, void* stream) {
+  if (shape.rows * shape.length == 0) return nullptr;
+  const auto on = static_cast<cudaStream_t>(stream);
+  Params p = make_params(logits, target, shape);
+  p.maxima = stats.maxima, p.sums = stats.sums, p.weight = stats.weight;
+  p.upstream = factors.data, p.each_row = factors.each_row;
+  p.out = out, p.out_stride = shape.length;
+  const int64_t vectors = vectors_of(logits, shape);
+  if (!launch_short(p, shape.type, vectors, on)) {
+    p.lanes = cross_entropy::kGradientThreads;
+    p.part = cross_entropy::kGradientThreads * cross_entropy::kVectors;
+    p.blocks = static_cast<int>(divide_up(vectors, p.part));
+    launch(kRows[static_cast<int>(shape.type)], p, p.rows * p.blocks, p.lanes, on);
+  }
+  return last_error();
+}
+
+const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t length, const float* factors, bool each_row,
+                            void* stream) {
+  if (rows * length == 0) return nullptr;
+  constexpr int64_t kBlocks = 2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
+  const int64_t work = divide_up((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
+  const dim3 grid(static_cast<unsigned>(least(work, kBlocks)), static_cast<unsigned>(each_row ? least(rows, divide_up(kBlocks, work)) : 1));
+  const void* const kernels[] = {reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kF32>),
+                                 reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kF16>),
+                                 reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kBf16>)};
+  i64 count = rows, size = length;
+  int each = each_row;
+  void* arguments[] = {&values, &factors, &count, &size, &each};
+  cudaLaunchKernel(kernels[static_cast<int>(type)], grid, dim3(cross_entropy::kScaleThreads), arguments, 0,
+                   static_cast<cudaStream_t>(stream));
+  return last_error();
+}
+
+}  // namespace flexops

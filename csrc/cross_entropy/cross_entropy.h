@@ -1,0 +1,63 @@
+// The launchers of cross entropy: raw pointers and numbers, no torch. What they compute: flexops/ops/cross_entropy.py.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/cpu.h"
+
+namespace flexops {
+
+enum class LogitsType : uint8_t { f32, f16, bf16 };
+
+/// N rows of V logits; row r starts at element r * stride.
+struct Logits {
+  int64_t rows, length, stride;
+  LogitsType type;
+  int64_t ignore_index;
+  float smoothing, z_loss;
+};
+
+/// What the factor of a row's gradient is, and what becomes of the rows' losses.
+enum class Reduction : uint8_t { none, sum, mean };
+
+/// What the forward pass leaves for the backward pass, in one piece of memory: of each row its greatest logit, and the sum of the powers of
+/// the distances to it (both 0 if the row is ignored); and, unless losses are not reduced, the rows' losses and the weight of a row: 1, or
+/// 1 / (rows that are not ignored) for the mean.
+struct LossStats {
+  float *maxima, *sums, *losses, *weight;
+
+  /// `own_losses`: where losses go that are not reduced.
+  LossStats(float* data, int64_t rows, Reduction reduction, float* own_losses)
+      : maxima(data),
+        sums(data + rows),
+        losses(reduction == Reduction::none ? own_losses : data + 2 * rows),
+        weight(reduction == Reduction::none ? nullptr : data + 3 * rows) {}
+  static int64_t size(int64_t rows, Reduction reduction) { return reduction == Reduction::none ? 2 * rows : 3 * rows + 1; }
+};
+
+/// What a row's gradient is multiplied by: nothing (null), one number, or one for each row.
+struct GradientFactors {
+  const float* data;
+  bool each_row;
+};
+
+/// Queued on `stream`; the pointers are the device's. Return nullptr, or CUDA's error text.
+///
+/// `write_gradient`: the gradient of the (reduced) loss, times its factor, is written over the logits. `loss`: the losses' sum or mean.
+const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction, bool write_gradient,
+                               const GradientFactors& factors, const LossStats& stats, float* loss, void* stream);
+/// `out` is contiguous.
+const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
+                                        void* out, const Logits& shape, void* stream);
+/// values[r, :] *= factors[r], or factors[0]; nothing is read or written where that is 1. `values` is contiguous.
+const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t length, const float* factors, bool each_row, void* stream);
+
+/// Rows [begin, end): losses and statistics, and the gradient times `weight` over the logits.
+FLEXOPS_ISA_DECLARE(void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float weight, bool write_gradient,
+                                           const GradientFactors& factors, const LossStats& stats, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const LossStats& stats,
+                                                    const GradientFactors& factors, float weight, void* out, const Logits& shape,
+                                                    int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void scale_rows_cpu(void* values, LogitsType type, int64_t begin, int64_t end, float factor))
+
+}  // namespace flexops

@@ -1,0 +1,138 @@
+// The launchers of quantization to scaled bytes: which way, and the grid.
+
+#include "fp8/fp8.cuh"
+
+#include "fp8/fp8.h"
+
+namespace flexops {
+namespace {
+
+using scaled::Params;
+
+constexpr int64_t kManyElements = 65536;  // of a single segment that many blocks share
+
+/// A kernel for each type. As pointers, because each <<<>>> costs build time.
+using Kernels = const void* [3];
+#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&scaled::__VA_ARGS__)
+#define FLEXOPS_KERNELS(name) {FLEXOPS_KERNEL(name<rows::kF32>), FLEXOPS_KERNEL(name<rows::kF16>), FLEXOPS_KERNEL(name<rows::kBf16>)}
+#define FLEXOPS_LONG_KERNELS(wide)                                                                   \
+  {FLEXOPS_KERNEL(quantize_long<rows::kF32, wide>), FLEXOPS_KERNEL(quantize_long<rows::kF16, wide>), \
+   FLEXOPS_KERNEL(quantize_long<rows::kBf16, wide>)}
+const Kernels kQuantizeGroups = FLEXOPS_KERNELS(quantize_groups), kQuantizeShort = FLEXOPS_KERNELS(quantize_short);
+const Kernels kQuantizeLong = FLEXOPS_LONG_KERNELS(false), kQuantizeWide = FLEXOPS_LONG_KERNELS(true);
+const Kernels kFindLargest = FLEXOPS_KERNELS(find_largest), kCastChunk = FLEXOPS_KERNELS(cast_chunk);
+const Kernels kDequantizeShort = FLEXOPS_KERNELS(dequantize_short), kDequantizeChunk = FLEXOPS_KERNELS(dequantize_chunk);
+
+int64_t elements_of(ScaledType type) { return type == ScaledType::f32 ? 4 : 8; }
+
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Params make_params(const void* in, void* out, const float* scales, const ScaledLayout& l) {
+  Params p;
+  p.in = in, p.out = out, p.scales = const_cast<float*>(scales), p.largest = nullptr;
+  p.length = l.length, p.row_stride = l.row_stride, p.segment = l.segment, p.segments = l.segments;
+  p.total = l.rows * l.segments;
+  p.chunks = make_divisor(1);
+  p.lanes = 1, p.log_lanes = 0;
+  p.aligned = false;
+  p.code = static_cast<scaled::Code>(l.code);
+  if (p.segments > 1 && p.length % p.segment == 0 && p.row_stride == p.length) {  // no need to divide: every segment is a row
+    p.length = p.row_stride = p.segment;
+    p.segments = 1;
+  }
+  return p;
+}
+
+/// Whether code i is at a multiple of a vector's codes wherever element i is at a multiple of 16 bytes.
+bool in_step(const void* elements, int64_t stride, const void* codes, const ScaledLayout& l) {
+  const int64_t N = elements_of(l.type);
+  return reinterpret_cast<uintptr_t>(elements) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % N == 0 && (stride - l.length) % N == 0;
+}
+
+/// The most vectors that a segment's elements lie in; one more than the least if segments may begin within a vector.
+int64_t vectors_of(const Params& p, const void* elements, int64_t stride, const ScaledLayout& l) {
+  const int64_t N = elements_of(l.type);
+  const bool aligned = (reinterpret_cast<uintptr_t>(elements) & 15) == 0 && stride % N == 0 && (p.segments == 1 || p.segment % N == 0);
+  const int64_t length = p.length < p.segment ? p.length : p.segment;
+  return ceil_divide(length + (aligned ? 0 : N - 1), N);
+}
+
+const char* launch(const Kernels& kernels, Params& p, ScaledType type, int64_t blocks, int64_t threads, void* stream) {
+  void* arguments[] = {&p};
+  cudaLaunchKernel(kernels[static_cast<int>(type)], dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), arguments, 0,
+                   static_cast<cudaStream_t>(stream));
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+/// Lanes for a segment of up to 32 vectors.
+void share(Params& p, int64_t vectors) {
+  while (p.lanes < vectors) p.lanes *= 2, ++p.log_lanes;
+}
+
+const char* launch_short(const Kernels& kernels, Params& p, int64_t vectors, ScaledType type, void* stream) {
+  share(p, vectors);
+  const int64_t per_block = scaled::kThreads / p.lanes * scaled::kShortVectors;
+  return launch(kernels, p, type, ceil_divide(p.total, per_block), scaled::kThreads, stream);
+}
+
+/// Whether all segments are whole and lie one behind the other.
+bool are_groups(const Params& p, int64_t vectors, const ScaledLayout& l) {
+  return p.aligned && p.segments == 1 && p.row_stride == p.length && p.length == vectors * elements_of(l.type) &&
+         (vectors & (vectors - 1)) == 0 && vectors >= scaled::kGroupVectors;
+}
+
+const char* launch_groups(Params& p, int64_t vectors, ScaledType type, void* stream) {
+  share(p, vectors);
+  return launch(kQuantizeGroups, p, type, ceil_divide(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads,
+                stream);
+}
+
+const char* launch_long(Params& p, int64_t vectors, ScaledType type, void* stream) {
+  const int64_t threads = ceil_divide(vectors, int64_t{scaled::kLongVectors} * scaled::kNarrowWarp) * scaled::kNarrowWarp;
+  if (threads <= scaled::kThreads) return launch(kQuantizeLong, p, type, p.total, threads, stream);
+  return launch(kQuantizeWide, p, type, p.total, threads < scaled::kWideThreads ? threads : scaled::kWideThreads, stream);
+}
+
+const char* launch_cast(Params& p, int64_t vectors, ScaledType type, void* stream) {
+  return launch(kCastChunk, p, type, vectors ? ceil_divide(vectors, scaled::kChunk) : 1, scaled::kThreads, stream);
+}
+
+}  // namespace
+
+const char* quantize_scaled_cuda(const void* x, uint8_t* codes, float* scales, uint32_t* workspace, const ScaledLayout& layout,
+                                 void* stream) {
+  Params p = make_params(x, codes, scales, layout);
+  if (p.total == 0) return nullptr;
+  p.aligned = in_step(x, layout.row_stride, codes, layout);
+  const int64_t vectors = vectors_of(p, x, p.row_stride, layout);
+  if (p.total == 1 && p.length > kManyElements) {
+    p.largest = workspace;
+    cudaMemsetAsync(workspace, 0, sizeof(uint32_t), static_cast<cudaStream_t>(stream));
+    const char* error = launch(kFindLargest, p, layout.type, ceil_divide(vectors, scaled::kChunk), scaled::kThreads, stream);
+    return error ? error : launch_cast(p, vectors, layout.type, stream);
+  }
+  if (vectors > scaled::kNarrowWarp) return launch_long(p, vectors, layout.type, stream);
+  if (are_groups(p, vectors, layout)) return launch_groups(p, vectors, layout.type, stream);
+  return launch_short(kQuantizeShort, p, vectors, layout.type, stream);
+}
+
+const char* cast_scaled_cuda(const void* x, const float* scale, uint8_t* codes, const ScaledLayout& layout, void* stream) {
+  Params p = make_params(x, codes, scale, layout);
+  if (p.length == 0) return nullptr;
+  p.aligned = in_step(x, layout.row_stride, codes, layout);
+  return launch_cast(p, vectors_of(p, x, p.row_stride, layout), layout.type, stream);
+}
+
+const char* dequantize_scaled_cuda(const uint8_t* codes, const float* scales, void* out, const ScaledLayout& layout, void* stream) {
+  Params p = make_params(codes, out, scales, layout);
+  if (p.total == 0 || p.length == 0) return nullptr;
+  p.aligned = in_step(out, layout.length, codes, layout);
+  const int64_t vectors = vectors_of(p, out, p.length, layout);
+  if (vectors <= scaled::kNarrowWarp) return launch_short(kDequantizeShort, p, vectors, layout.type, stream);
+  const int64_t chunks = ceil_divide(vectors, scaled::kChunk);
+  p.chunks = make_divisor(chunks);
+  return launch(kDequantizeChunk, p, layout.type, p.total * chunks, scaled::kThreads, stream);
+}
+
+}  // namespace flexops

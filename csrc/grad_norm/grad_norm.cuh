@@ -1,0 +1,159 @@
+// The gradients' norm in two stages, so that the order of additions is always the same: each block reduces a chunk, then one block reduces
+// what they found. And clipping by a norm that is on the device.
+#pragma once
+
+#include "common/multi_tensor.cuh"
+
+namespace flexops::grad_norm {
+
+// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
+#if !defined(FLEXOPS_GRAD_NORM_UNROLL)
+#define FLEXOPS_GRAD_NORM_UNROLL 8
+#endif
+#if !defined(FLEXOPS_GRAD_NORM_ITERATIONS)
+#define FLEXOPS_GRAD_NORM_ITERATIONS 4
+#endif
+#if !defined(FLEXOPS_GRAD_NORM_BLOCKS)
+#define FLEXOPS_GRAD_NORM_BLOCKS 10
+#endif
+#if !defined(FLEXOPS_GRAD_NORM_LOAD)
+#define FLEXOPS_GRAD_NORM_LOAD normal
+#endif
+#if !defined(FLEXOPS_CLIP_LOAD)
+#define FLEXOPS_CLIP_LOAD normal
+#endif
+#if !defined(FLEXOPS_CLIP_STORE)
+#define FLEXOPS_CLIP_STORE normal
+#endif
+#if !defined(FLEXOPS_CLIP_UNROLL)
+#define FLEXOPS_CLIP_UNROLL 2
+#endif
+#if !defined(FLEXOPS_CLIP_ITERATIONS)
+#define FLEXOPS_CLIP_ITERATIONS 1
+#endif
+#if !defined(FLEXOPS_CLIP_BLOCKS)
+#define FLEXOPS_CLIP_BLOCKS 12
+#endif
+
+/// The larger; NaN if either is one.
+struct NanMax {
+  FLEXOPS_DEVICE float operator()(float a, float b) const { return !(a <= b) ? (b != b ? b : a) : b; }
+};
+
+/// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest magnitude.
+template <bool two>
+struct NormRule {
+  static constexpr bool kGeneral = true;
+  static constexpr int kThreads = 128, kUnroll = FLEXOPS_GRAD_NORM_UNROLL, kIterations = FLEXOPS_GRAD_NORM_ITERATIONS;
+  static constexpr int kMinBlocks = FLEXOPS_GRAD_NORM_BLOCKS;
+  static constexpr int kArrays = 1, kApart = 1, kExtras = 1, kSums = 1, kUnscaled = -1;
+  static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1, kOptional = 0;
+  static constexpr bool kReverse = false;
+  static constexpr Cache kLoad = Cache::FLEXOPS_GRAD_NORM_LOAD, kStore = Cache::normal;
+
+  struct Shared {
+    const float *grad_scale, *found_inf;
+    float power;
+    bool infinite;
+  };
+  struct Factors {};
+
+  /// Adds, or takes the larger.
+  struct Combine {
+    bool infinite;
+    FLEXOPS_DEVICE float operator()(float a, float b) const { return !two && infinite ? NanMax{}(a, b) : a + b; }
+  };
+  static FLEXOPS_DEVICE Combine combiner(const Shared& s) { return {s.infinite}; }
+
+  static FLEXOPS_DEVICE Factors prepare(const Shared&, const multi::Launch<NormRule>&, int) { return {}; }
+
+  static FLEXOPS_DEVICE void update(multi::Element<NormRule>& e, const Shared& s, const Factors&, const multi::Pointers<NormRule>&,
+                                    float* sums, bool valid) {
+    const float magnitude = fabsf(e.at[0]);
+    if (!valid) return;
+    if constexpr (two) {
+      sums[0] += magnitude * magnitude;
+    } else if (s.infinite) {
+      sums[0] = NanMax{}(sums[0], magnitude);
+    } else {
+      sums[0] += s.power == 1.0f ? magnitude : powf(magnitude, s.power);
+    }
+  }
+};
+
+/// A launch that is not general has fp32 gradients only; 16-bit ones need more vectors in flight.
+template <bool general>
+struct ClipRule {
+  static constexpr bool kGeneral = general;
+  static constexpr int kThreads = 128, kUnroll = FLEXOPS_CLIP_UNROLL * (general ? 2 : 1), kIterations = FLEXOPS_CLIP_ITERATIONS,
+                       kMinBlocks = FLEXOPS_CLIP_BLOCKS;
+  static constexpr int kArrays = 1, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = -1;
+  static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1, kOptional = 0;
+  static constexpr bool kReverse = true;  // what the norm read last is still in the cache
+  static constexpr Cache kLoad = Cache::FLEXOPS_CLIP_LOAD, kStore = Cache::FLEXOPS_CLIP_STORE;
+
+  struct Shared {
+    const float *grad_scale, *found_inf;
+    const float* total_norm;
+    float max_norm;
+
+    /// As torch computes it: NaN for a NaN norm, 0 for an infinite one.
+    FLEXOPS_DEVICE float factor() const {
+      const float raw = max_norm / (*total_norm + 1e-6f);
+      return raw > 1.0f ? 1.0f : raw;
+    }
+  };
+  struct Factors {
+    float factor;
+  };
+
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<ClipRule>&, int) { return {s.factor()}; }
+
+  static FLEXOPS_DEVICE void update(multi::Element<ClipRule>& e, const Shared&, const Factors& f, const multi::Pointers<ClipRule>&, float*,
+                                    bool) {
+    e.at[0] *= f.factor;
+  }
+};
+
+template <bool two>
+__global__ void __launch_bounds__(NormRule<two>::kThreads, NormRule<two>::kMinBlocks)
+    norm_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<NormRule<two>> launch) {
+  multi::run(launch);
+}
+
+template <bool general>
+__global__ void __launch_bounds__(ClipRule<general>::kThreads, ClipRule<general>::kMinBlocks)
+    clip_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<ClipRule<general>> launch) {
+  if (launch.shared.factor() == 1.0f) return;
+  multi::run(launch);
+}
+
+/// What the last stage is told.
+struct Final {
+  static constexpr int kThreads = 1024;
+  const float* partials;
+  i64 count;
+  float* norm;
+  float power;
+  int kind;  // 0: two, 1: infinity, 2: other
+};
+
+/// One block.
+__global__ void __launch_bounds__(Final::kThreads) final_kernel(const FLEXOPS_GRID_CONSTANT Final f) {
+  constexpr int kUnroll = 8;
+  const NormRule<false>::Combine combine{f.kind == 1};
+  float value = 0.0f;
+  for (i64 at = threadIdx.x; at < f.count; at += Final::kThreads * kUnroll) {
+    float read[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) read[u] = at + u * Final::kThreads < f.count ? f.partials[at + u * Final::kThreads] : 0.0f;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) value = combine(value, read[u]);
+  }
+  __shared__ float shared[Final::kThreads / kWarpSize];
+  value = block_reduce<Final::kThreads>(value, combine, shared);
+  if (threadIdx.x != 0) return;
+  *f.norm = f.kind == 0 ? sqrtf(value) : f.kind == 1 || f.power == 1.0f ? value : powf(value, 1.0f / f.power);
+}
+
+}  // namespace flexops::grad_norm

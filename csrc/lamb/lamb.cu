@@ -1,0 +1,102 @@
+// LAMB's launchers.
+
+#include "lamb/lamb.h"
+
+#include <math.h>
+
+#include "common/multi_tensor_launch.h"
+#include "lamb/lamb.cuh"
+
+namespace flexops {
+namespace {
+
+lamb::Shared make_shared(const LambOptions& o) {
+  lamb::Shared s;
+  s.grad_scale = o.grad_scale;
+  s.found_inf = o.found_inf;
+  s.lr_tensor = o.lr_tensor;
+  s.lr = static_cast<float>(o.lr);
+  s.log_beta1 = static_cast<float>(log(o.beta1));
+  s.log_beta2 = static_cast<float>(log(o.beta2));
+  s.beta1 = static_cast<float>(o.beta1);
+  s.beta2 = static_cast<float>(o.beta2);
+  s.one_minus_beta1 = static_cast<float>(1.0 - o.beta1);
+  s.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
+  s.eps = static_cast<float>(o.eps);
+  s.weight_decay = static_cast<float>(o.weight_decay);
+  s.maximize = o.maximize;
+  s.adapt = o.adapt;
+  return s;
+}
+
+int64_t chunks_of(const TensorRow& row) { return multi::chunks_of<lamb::Moments<false>>(row.numel); }
+static_assert(multi::kChunk<lamb::Moments<false>> == multi::kChunk<lamb::Moments<true>>, "their sums lie in one array");
+
+template <bool general>
+void measure_rows(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, cudaStream_t stream) {
+  using Rule = lamb::Moments<general>;
+  int64_t counted = 0, chunks = 0;  // of the rows before `counted`
+  const auto find = [&](int64_t i) {
+    for (; counted < i; ++counted) chunks += chunks_of(rows[counted]);
+    return partials + 2 * chunks;
+  };
+  multi::for_each_launch<Rule>(
+      rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [&](int64_t i, int extra) -> const float* { return extra == Rule::kStep ? rows[i].step : find(i); },
+      [&](const auto& launch, uint32_t blocks) { lamb::moments_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+}
+
+void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, const float* partials, float* norms, cudaStream_t stream) {
+  lamb::Segments segments;
+  segments.found_inf = found_inf;
+  for (int64_t done = 0; done < count; done += segments.count) {
+    segments.partials = partials;
+    segments.norms = norms + 2 * done;
+    segments.first_chunk[0] = 0;
+    int n = 0;
+    for (; n < lamb::Segments::kCapacity && done + n < count; ++n) {
+      segments.first_chunk[n + 1] = segments.first_chunk[n] + static_cast<uint32_t>(chunks_of(rows[done + n]));
+    }
+    segments.count = n;
+    partials += 2 * static_cast<int64_t>(segments.first_chunk[n]);
+    lamb::norms_kernel<<<n, lamb::Segments::kThreads, 0, stream>>>(segments);
+  }
+}
+
+template <bool general>
+void apply_rows(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, cudaStream_t stream) {
+  using Rule = lamb::Apply<general>;
+  multi::for_each_launch<Rule>(
+      rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [&](int64_t i, int extra) { return extra == Rule::kStep ? rows[i].step : norms + 2 * i; },
+      [&](const auto& launch, uint32_t blocks) { lamb::apply_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+}
+
+}  // namespace
+
+int64_t lamb_partials(const TensorRow* rows, int64_t count) {
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; ++i) chunks += chunks_of(rows[i]);
+  return 2 * chunks;
+}
+
+const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, float* norms,
+                              void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  multi::for_each_steps(rows, count, options.found_inf, [&](const multi::Steps& steps, int blocks) {
+    lamb::step_kernel<<<blocks, multi::Steps::kThreads, 0, on>>>(steps);
+  });
+  measure_rows<false>(rows, count, options, partials, on);
+  measure_rows<true>(rows, count, options, partials, on);
+  add_norms(rows, count, options.found_inf, partials, norms, on);
+  return multi::last_error();
+}
+
+const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  apply_rows<true>(rows, count, options, norms, on);
+  apply_rows<false>(rows, count, options, norms, on);
+  return multi::last_error();
+}
+
+}  // namespace flexops

@@ -1,0 +1,179 @@
+// LAMB's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 moves 24 bytes an element in the first pass, 16 in the
+// second; norms are reduced in two stages, so that the order of additions is always the same.
+#pragma once
+
+#include "common/multi_tensor.cuh"
+
+namespace flexops::lamb {
+
+// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
+#if !defined(FLEXOPS_LAMB_UNROLL)
+#define FLEXOPS_LAMB_UNROLL 2
+#endif
+#if !defined(FLEXOPS_LAMB_ITERATIONS)
+#define FLEXOPS_LAMB_ITERATIONS 4
+#endif
+#if !defined(FLEXOPS_LAMB_BLOCKS)
+#define FLEXOPS_LAMB_BLOCKS 8
+#endif
+#if !defined(FLEXOPS_LAMB_LOAD)
+#define FLEXOPS_LAMB_LOAD normal
+#endif
+#if !defined(FLEXOPS_LAMB_STORE)
+#define FLEXOPS_LAMB_STORE normal
+#endif
+#if !defined(FLEXOPS_LAMB_APPLY_LOAD)
+#define FLEXOPS_LAMB_APPLY_LOAD normal
+#endif
+#if !defined(FLEXOPS_LAMB_APPLY_STORE)
+#define FLEXOPS_LAMB_APPLY_STORE normal
+#endif
+#if !defined(FLEXOPS_LAMB_APPLY_UNROLL)
+#define FLEXOPS_LAMB_APPLY_UNROLL 2
+#endif
+#if !defined(FLEXOPS_LAMB_APPLY_ITERATIONS)
+#define FLEXOPS_LAMB_APPLY_ITERATIONS 1
+#endif
+#if !defined(FLEXOPS_LAMB_APPLY_BLOCKS)
+#define FLEXOPS_LAMB_APPLY_BLOCKS 8
+#endif
+
+struct Shared {
+  const float *grad_scale, *found_inf;
+  const float* lr_tensor;
+  float lr;
+  float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float eps, weight_decay;
+  bool maximize, adapt;
+};
+
+struct Bias {
+  float inverse1, inverse2;
+
+  FLEXOPS_DEVICE Bias(const Shared& s, float step)
+      : inverse1(1.0f / -expm1f(step * s.log_beta1)), inverse2(1.0f / sqrtf(-expm1f(step * s.log_beta2))) {}
+
+  /// The update before the trust ratio.
+  FLEXOPS_DEVICE float update(const Shared& s, float param, float exp_avg, float exp_avg_sq) const {
+    return exp_avg * inverse1 / (sqrtf(exp_avg_sq) * inverse2 + s.eps) + s.weight_decay * param;
+  }
+};
+
+/// First pass. A launch that is not general has fp32 parameters and gradients only.
+template <bool general>
+struct Moments {
+  enum { kParam, kGrad, kExpAvg, kExpAvgSq };
+  enum { kStep, kPartials };
+  static constexpr bool kGeneral = general;
+  static constexpr int kThreads = 128, kUnroll = FLEXOPS_LAMB_UNROLL, kIterations = FLEXOPS_LAMB_ITERATIONS;
+  static constexpr int kMinBlocks = general ? FLEXOPS_LAMB_BLOCKS * 3 / 4 : FLEXOPS_LAMB_BLOCKS;
+  static constexpr int kArrays = 4, kApart = 1, kExtras = 2, kSums = 2, kUnscaled = kGrad;
+  static constexpr u32 kReads = 0b1111, kWrites = 0b1100, kTyped = 0b0011, kOptional = 0;
+  static constexpr bool kReverse = false;
+  static constexpr Cache kLoad = Cache::FLEXOPS_LAMB_LOAD, kStore = Cache::FLEXOPS_LAMB_STORE;
+  using Shared = lamb::Shared;
+
+  struct Factors {
+    Bias bias;
+    float sign, grad_scale;
+  };
+
+  static FLEXOPS_DEVICE Sum combiner(const Shared&) { return {}; }
+
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch, int tensor) {
+    return {Bias(s, *launch.extra[kStep][tensor]), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
+  }
+
+  static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f, const multi::Pointers<Moments>&,
+                                    float* sums, bool valid) {
+    float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg], &exp_avg_sq = e.at[kExpAvgSq];
+    if (s.grad_scale) grad /= f.grad_scale;
+    const float g = grad * f.sign;
+    exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1;
+    exp_avg_sq = exp_avg_sq * s.beta2 + g * g * s.one_minus_beta2;
+    const float update = f.bias.update(s, param, exp_avg, exp_avg_sq);
+    sums[0] += valid ? param * param : 0.0f;
+    sums[1] += valid ? update * update : 0.0f;
+  }
+};
+
+/// Second pass: backwards, because what the first wrote last is still in the cache.
+template <bool general>
+struct Apply {
+  enum { kParam, kExpAvg, kExpAvgSq };
+  enum { kStep, kNorms };
+  static constexpr bool kGeneral = general;
+  static constexpr int kThreads = 128, kUnroll = FLEXOPS_LAMB_APPLY_UNROLL, kIterations = FLEXOPS_LAMB_APPLY_ITERATIONS;
+  static constexpr int kMinBlocks = FLEXOPS_LAMB_APPLY_BLOCKS;
+  static constexpr int kArrays = 3, kApart = 1, kExtras = 2, kSums = 0, kUnscaled = -1;
+  static constexpr u32 kReads = 0b111, kWrites = 0b001, kTyped = 0b001, kOptional = 0;
+  static constexpr bool kReverse = true;
+  static constexpr Cache kLoad = Cache::FLEXOPS_LAMB_APPLY_LOAD, kStore = Cache::FLEXOPS_LAMB_APPLY_STORE;
+  using Shared = lamb::Shared;
+
+  struct Factors {
+    Bias bias;
+    float rate;
+  };
+
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Apply>& launch, int tensor) {
+    const float *norms = launch.extra[kNorms][tensor], param = sqrtf(norms[0]), update = sqrtf(norms[1]);
+    const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
+    return {Bias(s, *launch.extra[kStep][tensor]), s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
+  }
+
+  static FLEXOPS_DEVICE void update(multi::Element<Apply>& e, const Shared& s, const Factors& f, const multi::Pointers<Apply>&, float*,
+                                    bool) {
+    e.at[kParam] -= f.rate * f.bias.update(s, e.at[kParam], e.at[kExpAvg], e.at[kExpAvgSq]);
+  }
+};
+
+/// The tensors whose chunks' sums one launch adds up: tensor t owns the chunks first_chunk[t] up to first_chunk[t + 1].
+struct Segments {
+  static constexpr int kThreads = 128;
+  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - 40) / 4;
+  const float* partials;
+  float* norms;
+  const float* found_inf;
+  int count;
+  u32 first_chunk[kCapacity + 1];
+};
+static_assert(sizeof(Segments) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
+
+__global__ void __launch_bounds__(multi::Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT multi::Steps steps) {
+  multi::increment(steps);
+}
+
+template <bool general>
+__global__ void __launch_bounds__(Moments<general>::kThreads, Moments<general>::kMinBlocks)
+    moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<general>> launch) {
+  multi::run(launch);
+}
+
+/// One block for each tensor.
+__global__ void __launch_bounds__(Segments::kThreads) norms_kernel(const FLEXOPS_GRID_CONSTANT Segments s) {
+  const bool skip = s.found_inf && *s.found_inf != 0.0f;  // the first pass has left no sums
+  const int t = blockIdx.x;
+  const u32 end = skip ? 0 : s.first_chunk[t + 1];
+  float param = 0.0f, update = 0.0f;
+  for (u32 chunk = s.first_chunk[t] + threadIdx.x; chunk < end; chunk += Segments::kThreads) {
+    const auto pair = load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(s.partials) + chunk);
+    param += pair.at[0];
+    update += pair.at[1];
+  }
+  __shared__ float shared[2][Segments::kThreads / kWarpSize];
+  param = block_reduce<Segments::kThreads>(param, Sum{}, shared[0]);
+  update = block_reduce<Segments::kThreads>(update, Sum{}, shared[1]);
+  if (threadIdx.x != 0) return;
+  s.norms[2 * t] = param;
+  s.norms[2 * t + 1] = update;
+}
+
+template <bool general>
+__global__ void __launch_bounds__(Apply<general>::kThreads, Apply<general>::kMinBlocks)
+    apply_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Apply<general>> launch) {
+  multi::run(launch);
+}
+
+}  // namespace flexops::lamb

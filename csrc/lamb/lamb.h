@@ -1,0 +1,55 @@
+// The launchers of LAMB: raw pointers and numbers, no torch. A step has two passes: the first moves the averages and measures the parameter
+// and its update, the second computes the update again (which moves fewer bytes than keeping it) and makes the step.
+#pragma once
+
+#include "common/cpu.h"
+#include "common/multi_tensor.h"
+
+namespace flexops {
+
+/// What a row's arrays are in the first pass, and in the second. Averages are float32; the gradient is written only if there is a
+/// grad_scale.
+enum LambArray { kLambParam, kLambGrad, kLambExpAvg, kLambExpAvgSq };
+enum LambApplyArray { kLambApplyParam, kLambApplyExpAvg, kLambApplyExpAvgSq };
+
+struct LambOptions {
+  double lr;               // second pass
+  const float* lr_tensor;  // overrides lr if not nullptr
+  double beta1, beta2, eps, weight_decay;
+  bool maximize;            // first pass
+  bool adapt;               // second pass: whether there is a trust ratio
+  const float* grad_scale;  // first pass: nullptr, or what the gradients are divided by first, in place
+  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+};
+
+/// How many floats of working memory lamb_moments_cuda needs.
+int64_t lamb_partials(const TensorRow* rows, int64_t count);
+
+/// The first pass, queued on `stream`. norms[2 i] and norms[2 i + 1] become the sums of squares of row i's parameter and update. Returns
+/// nullptr, or CUDA's error text.
+const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, float* norms,
+                              void* stream);
+
+/// The second pass.
+const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream);
+
+/// What every element of one tensor shares in one step, on the CPU.
+struct LambStep {
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float eps, weight_decay;
+  float inverse_bias1;  // 1 / (1 - beta1^step)
+  float inverse_bias2;  // 1 / sqrt(1 - beta2^step)
+  float sign;           // -1 to maximize
+  float grad_scale;     // 0 for none
+  float rate;           // second pass: learning rate times trust ratio
+};
+
+struct LambSums {
+  double param, update;
+};
+
+/// Elements [begin, end) of one tensor.
+FLEXOPS_ISA_DECLARE(LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void lamb_apply_cpu(const TensorRow& row, const LambStep& step, int64_t begin, int64_t end))
+
+}  // namespace flexops

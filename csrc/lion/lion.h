@@ -1,0 +1,35 @@
+// The launchers of Lion: raw pointers and numbers, no torch.
+#pragma once
+
+#include "common/cpu.h"
+#include "common/multi_tensor.h"
+
+namespace flexops {
+
+/// What a row's arrays are. The average is float32; the gradient is written only if there is a grad_scale.
+enum LionArray { kLionParam, kLionGrad, kLionExpAvg };
+
+struct LionOptions {
+  double lr;
+  const float* lr_tensor;  // overrides lr if not nullptr
+  double beta1, beta2, weight_decay;
+  bool maximize;
+  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
+  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+};
+
+/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
+const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream);
+
+/// What every element shares in one step, on the CPU.
+struct LionStep {
+  float lr, beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float decay;       // the share of the parameter that weight decay takes
+  float sign;        // -1 to maximize
+  float grad_scale;  // 0 for none
+};
+
+/// Elements [begin, end) of one tensor.
+FLEXOPS_ISA_DECLARE(void lion_cpu(const TensorRow& row, const LionStep& step, int64_t begin, int64_t end))
+
+}  // namespace flexops

@@ -1,0 +1,64 @@
+// flexops::lion_: argument checks and registration (schema: flexops/ops/lion.py).
+
+#include "common/cpu.h"
+#include "common/multi_tensor_binding.h"
+#include "lion/lion.h"
+
+namespace flexops {
+namespace {
+
+#if FLEXOPS_DEVICE_CUDA
+
+void launch(TensorTable& table, const LionOptions& options, const Tensor& where) {
+  DeviceGuard guard(where);
+  check_launch("flexops::lion_", lion_cuda(table.data(), table.size(), options, current_stream(where)));
+}
+
+#else
+
+LionStep make_step(const LionOptions& o) {
+  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
+  LionStep s;
+  s.lr = static_cast<float>(lr);
+  s.beta1 = static_cast<float>(o.beta1);
+  s.beta2 = static_cast<float>(o.beta2);
+  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
+  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
+  s.decay = static_cast<float>(lr * o.weight_decay);
+  s.sign = o.maximize ? -1.0f : 1.0f;
+  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
+  return s;
+}
+
+void launch(TensorTable& table, const LionOptions& options, const Tensor&) {
+  if (options.found_inf && *options.found_inf != 0) return;
+  const std::vector<TensorRow>& rows = table.rows();
+  const LionStep step = make_step(options);
+  for_each_piece(rows, 32, [&](size_t i, int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(lion_cpu)(rows[i], step, begin, end); });
+}
+
+#endif
+
+void lion_(TensorList params, TensorList grads, TensorList exp_avgs, double lr, double beta1, double beta2, double weight_decay,
+           bool maximize, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+  if (params.empty()) return;
+  TensorTable table("flexops::lion_",
+                    {{"params", params, true}, {"grads", grads, true, grad_scale.has_value()}, {"exp_avgs", exp_avgs, false}}, nullptr);
+  LionOptions options;
+  options.lr = lr;
+  options.lr_tensor = table.number("lr", lr_tensor);
+  options.beta1 = beta1;
+  options.beta2 = beta2;
+  options.weight_decay = weight_decay;
+  options.maximize = maximize;
+  options.grad_scale = table.number("grad_scale", grad_scale);
+  options.found_inf = table.number("found_inf", found_inf);
+  launch(table, options, params[0]);
+  table.finish();
+}
+
+}  // namespace
+
+FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "lion_", lion_); }
+
+}  // namespace flexops

@@ -1,0 +1,378 @@
+// The norms' kernels. Formulas: flexops/ops/norm.py.
+//
+// Memory decides. Blocks walk over the rows with the next ones already on their way to shared memory, so that what a block waits for (a
+// reduction, a barrier) does not keep memory waiting. Up to 32 neighbouring lanes share a short row, a block has a long one.
+// Backward: a thread has the same columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel
+// adds up what the blocks have. No atomics: the same bits every time. The rest (few rows, rows that are very long or not made of aligned
+// 16-byte vectors, mixed types) takes simpler kernels, which hold a row in registers and read again what these do not hold.
+#pragma once
+
+#include "common/async.cuh"
+#include "common/device.cuh"
+#include "common/dtypes.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace flexops::norm {
+
+// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
+#if !defined(FLEXOPS_NORM_ROWS_ITEMS)
+#define FLEXOPS_NORM_ROWS_ITEMS 2
+#endif
+#if !defined(FLEXOPS_NORM_PLAIN_BLOCKS)
+#define FLEXOPS_NORM_PLAIN_BLOCKS 2
+#endif
+#if !defined(FLEXOPS_NORM_HELD_BLOCKS)
+#define FLEXOPS_NORM_HELD_BLOCKS 2
+#endif
+#if !defined(FLEXOPS_NORM_BACKWARD_BOUNDS)
+#define FLEXOPS_NORM_BACKWARD_BOUNDS 512, 1
+#endif
+#if !defined(FLEXOPS_NORM_LOAD)
+#define FLEXOPS_NORM_LOAD normal
+#endif
+#if !defined(FLEXOPS_NORM_STORE)
+#define FLEXOPS_NORM_STORE normal
+#endif
+
+constexpr Cache kLoad = Cache::FLEXOPS_NORM_LOAD, kStore = Cache::FLEXOPS_NORM_STORE;
+constexpr int kMostThreads = 1024;
+constexpr int kHeldThreads = 512;   // of a block that holds whole rows, at most
+constexpr int kShortThreads = 128;  // of a block of short rows, one for each few lanes
+constexpr int kWalkThreads = 512;   // of a block that walks over rows, at most
+constexpr int kParts = 4;           // backward: vectors of a row that a thread has
+constexpr int kReduceThreads = 512;
+constexpr int kNarrowWarp = 32;  // lanes that share a short row, at most; a wavefront of 64 holds two such groups
+
+enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // NormType's values
+enum Codes : u8 { kNoCodes = 0, kInt8 = 1, kE4m3 = 2 };
+
+// ---- elements ---------------------------------------------------------------------------------------------------------
+
+/// One element at a time, of a type told at run time.
+struct Any {};
+/// f16 or bf16, told at run time: for kernels that are not worth building twice.
+struct Half {
+  u16 bits;
+};
+
+template <typename T>
+struct Traits;
+template <>
+struct Traits<float> {
+  static constexpr int kVector = 4;
+  static constexpr Type kType = kF32;
+  using Raw = Vec<u32, 4>;
+};
+template <>
+struct Traits<f16> {
+  static constexpr int kVector = 8;
+  static constexpr Type kType = kF16;
+  using Raw = Vec<u32, 4>;
+};
+template <>
+struct Traits<bf16> {
+  static constexpr int kVector = 8;
+  static constexpr Type kType = kBf16;
+  using Raw = Vec<u32, 4>;
+};
+template <>
+struct Traits<Half> {
+  static constexpr int kVector = 8;
+  using Raw = Vec<u32, 4>;
+};
+template <>
+struct Traits<Any> {
+  static constexpr int kVector = 1;
+  using Raw = float;
+};
+template <typename T>
+constexpr int kVector = Traits<T>::kVector;
+template <typename T>
+using Raw = typename Traits<T>::Raw;
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<Half> = true;
+
+FLEXOPS_DEVICE float load_one(const void* from, i64 index, Type type) {
+  if (type == kBf16) return to_float(static_cast<const bf16*>(from)[index]);
+  if (type == kF16) return to_float(static_cast<const f16*>(from)[index]);
+  return static_cast<const float*>(from)[index];
+}
+FLEXOPS_DEVICE void store_one(void* to, i64 index, float value, Type type) {
+  if (type == kBf16) {
+    static_cast<bf16*>(to)[index] = from_float<bf16>(value);
+  } else if (type == kF16) {
+    static_cast<f16*>(to)[index] = from_float<f16>(value);
+  } else {
+    static_cast<float*>(to)[index] = value;
+  }
+}
+FLEXOPS_DEVICE float round_to(float value, Type type) {
+  if (type == kBf16) return to_float(from_float<bf16>(value));
+  if (type == kF16) return to_float(from_float<f16>(value));
+  return value;
+}
+
+/// The numbers in 4-byte words.
+template <typename T>
+FLEXOPS_DEVICE void widen_words(float* out, const u32* words, int count) {
+#pragma unroll
+  for (int w = 0; w < count; ++w) {
+    if constexpr (Traits<T>::kType == kF32) {
+      out[w] = bit_cast<float>(words[w]);
+    } else if constexpr (Traits<T>::kType == kBf16) {
+      out[2 * w] = bit_cast<float>(words[w] << 16);
+      out[2 * w + 1] = bit_cast<float>(words[w] & 0xffff0000u);
+    } else {
+      out[2 * w] = to_float(f16{static_cast<u16>(words[w])});
+      out[2 * w + 1] = to_float(f16{static_cast<u16>(words[w] >> 16)});
+    }
+  }
+}
+template <typename T>
+FLEXOPS_DEVICE void narrow_words(u32* words, const float* in, int count) {
+#pragma unroll
+  for (int w = 0; w < count; ++w) {
+    if constexpr (Traits<T>::kType == kF32) {
+      words[w] = bit_cast<u32>(in[w]);
+    } else {
+      words[w] = pack2<T>(in[2 * w], in[2 * w + 1]);
+    }
+  }
+}
+
+/// `type` is T's, or decides where T leaves it open.
+template <typename T>
+FLEXOPS_DEVICE void widen(float (&out)[kVector<T>], const Vec<u32, 4>& raw, Type type) {
+  if constexpr (!kIsHalf<T>) {
+    widen_words<T>(out, raw.at, 4);
+  } else if (type == kBf16) {
+    widen_words<bf16>(out, raw.at, 4);
+  } else {
+    widen_words<f16>(out, raw.at, 4);
+  }
+}
+template <typename T>
+FLEXOPS_DEVICE void widen(float (&out)[1], float raw, Type) {
+  out[0] = raw;
+}
+/// Rounds to `type`.
+template <typename T>
+FLEXOPS_DEVICE Raw<T> narrow(const float (&in)[kVector<T>], Type type) {
+  if constexpr (kVector<T> == 1) {
+    return round_to(in[0], type);
+  } else {
+    Raw<T> out;
+    if constexpr (!kIsHalf<T>) {
+      narrow_words<T>(out.at, in, 4);
+    } else if (type == kBf16) {
+      narrow_words<bf16>(out.at, in, 4);
+    } else {
+      narrow_words<f16>(out.at, in, 4);
+    }
+    return out;
+  }
+}
+
+/// Keeps the compiler from holding what it has made of the raw elements from one pass to the next: twice the registers.
+template <int N>
+FLEXOPS_DEVICE void forget(Vec<u32, 4> (&raw)[N]) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(raw[k].at[i]));
+  }
+}
+template <int N>
+FLEXOPS_DEVICE void forget(float (&)[N]) {}
+
+/// kVector<T> elements from `index` on.
+template <typename T, Cache cache>
+FLEXOPS_DEVICE Raw<T> read(const void* from, i64 index, Type type) {
+  if constexpr (kVector<T> == 1) {
+    return load_one(from, index, type);
+  } else {
+    return load<cache>(reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + index));
+  }
+}
+template <typename T, Cache cache = kStore>
+FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, Type type) {
+  if constexpr (kVector<T> == 1) {
+    store_one(to, index, raw, type);
+  } else {
+    store<cache>(reinterpret_cast<Raw<T>*>(static_cast<T*>(to) + index), raw);
+  }
+}
+
+/// N elements of S, 8 to 32 bytes.
+template <typename S, Cache cache, int N>
+FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index) {
+  constexpr int kWords = N * static_cast<int>(sizeof(S)) / 4, kPiece = kWords < 4 ? kWords : 4;
+  const auto* pieces = reinterpret_cast<const Vec<u32, kPiece>*>(static_cast<const S*>(from) + index);
+#pragma unroll
+  for (int i = 0; i < kWords / kPiece; ++i) {
+    const auto piece = load<cache>(pieces + i);
+    widen_words<S>(out + i * (N * kPiece / kWords), piece.at, kPiece);
+  }
+}
+template <typename S, int N>
+FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index) {
+  constexpr int kWords = N * static_cast<int>(sizeof(S)) / 4, kPiece = kWords < 4 ? kWords : 4;
+  auto* pieces = reinterpret_cast<Vec<u32, kPiece>*>(static_cast<S*>(to) + index);
+#pragma unroll
+  for (int i = 0; i < kWords / kPiece; ++i) {
+    Vec<u32, kPiece> piece;
+    narrow_words<S>(piece.at, in + i * (N * kPiece / kWords), kPiece);
+    store<Cache::streaming>(pieces + i, piece);
+  }
+}
+
+/// The same, of a type told at run time.
+template <Cache cache, int N>
+FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index, Type type) {
+  if constexpr (N == 1) {
+    out[0] = load_one(from, index, type);
+  } else if (type == kF32) {
+    load_floats<float, cache>(out, from, index);
+  } else if (type == kBf16) {
+    load_floats<bf16, cache>(out, from, index);
+  } else {
+    load_floats<f16, cache>(out, from, index);
+  }
+}
+template <int N>
+FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Type type) {
+  if constexpr (N == 1) {
+    store_one(to, index, in[0], type);
+  } else if (type == kF32) {
+    store_floats<float>(in, to, index);
+  } else if (type == kBf16) {
+    store_floats<bf16>(in, to, index);
+  } else {
+    store_floats<f16>(in, to, index);
+  }
+}
+
+// ---- sums -------------------------------------------------------------------------------------------------------------
+
+/// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps (`wide`).
+struct Group {
+  int lane, lanes;
+  int index;  // of the block's groups
+  bool wide;
+  FLEXOPS_DEVICE Group(int lanes_) : lanes(lanes_), wide(lanes_ > kNarrowWarp) {
+    index = static_cast<int>(threadIdx.x) / lanes;
+    lane = static_cast<int>(threadIdx.x) - index * lanes;
+  }
+  /// The block's groups.
+  FLEXOPS_DEVICE int count() const { return static_cast<int>(blockDim.x) / lanes; }
+};
+
+/// What a group's warps tell each other.
+template <typename T, int N>
+struct Partial {
+  T at[N][kNarrowWarp];
+};
+
+/// Of each of N numbers, for every thread of the group. Between two uses of the same `shared` there must be a barrier, which a use of
+/// another one is. A group that is part of a warp needs none of it. kAlone: a group of more than a warp is the block.
+template <bool kAlone, int N, typename T, typename Op>
+FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T, N>& shared) {
+  if (!g.wide) {
+    for (int mask = g.lanes / 2; mask > 0; mask /= 2) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
+    }
+    return;
+  }
+#pragma unroll
+  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
+  }
+  const int lane = g.lane % kNarrowWarp, warps = g.lanes / kNarrowWarp, first = kAlone ? 0 : g.index * warps;
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) shared.at[i][first + g.lane / kNarrowWarp] = value[i];
+  }
+  if constexpr (kAlone) {
+    __syncthreads();
+  } else {
+    barrier(g.index + 1, g.lanes);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = lane < warps ? shared.at[i][first + lane] : T(0);  // neutral for sums and absolute values' maximum
+#pragma unroll
+  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
+    if (mask < warps) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = shuffle(value[i], 0, kNarrowWarp);
+}
+
+/// A thread's parts of a weight or a bias, in shared memory: as they are if they are of T, else as float32.
+template <typename T, int kParts>
+struct Parameters {
+  static constexpr int V = kVector<T>, kWords = V / 4;  // 16-byte words of V floats
+  uint4* first;
+  int stride;
+  bool wide;
+
+  /// Needs no barrier: a thread has slots of its own. `slot` is the thread's first.
+  FLEXOPS_DEVICE Parameters(uint4* slot, const void* from, Type type, const Group& g, int vectors)
+      : first(slot), stride(static_cast<int>(blockDim.x)), wide(from != nullptr && type != Traits<T>::kType) {
+    if (from == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const int at = g.lane + k * g.lanes;
+      if (!wide) {
+        first[k * stride] = at < vectors ? bit_cast<uint4>(read<T, Cache::constant>(from, i64(at) * V, type)) : uint4{0, 0, 0, 0};
+      } else {
+        float value[V] = {};
+        if (at < vectors) load_floats<Cache::constant>(value, from, i64(at) * V, type);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          const Vec<float, 4> four = {value[4 * w], value[4 * w + 1], value[4 * w + 2], value[4 * w + 3]};
+          first[(k * kWords + w) * stride] = bit_cast<uint4>(four);
+        }
+      }
+    }
+  }
+  /// What comes behind, if there is anything.
+  FLEXOPS_DEVICE uint4* end() const { return first + kParts * (wide ? kWords : 1) * stride; }
+
+  FLEXOPS_DEVICE void get(float (&out)[V], int k) const {
+    if (!wide) {
+      widen<T>(out, bit_cast<Raw<T>>(first[k * stride]), Traits<T>::kType);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const auto four = bit_cast<Vec<float, 4>>(first[(k * kWords + w) * stride]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[4 * w + i] = four.at[i];
+      }
+    }
+  }
+};
+
+/// 1 / sqrt(value), with a step of Newton's method after the instruction's estimate.
+FLEXOPS_DEVICE float reciprocal_root(float value) {
+  const float root = rsqrtf(value), better = root + 0.5f * root * (1.0f - value * root * root);
+  return better == better ? better : root;  // 0 and infinity
+}
+
+template <int N>
+FLEXOPS_DEVICE float sum_of(const float (&v)[N]) {
+  if constexpr (N == 1) return v[0];
+  float out = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) out += (v[i] + v[i + 1]) + (v[i + 2] + v[i + 3]);
+  return out;
+}
+
+}  // namespace flexops::norm

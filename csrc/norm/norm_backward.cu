@@ -1,0 +1,149 @@
+// The norms' backward launchers: one way or two, and the grid.
+
+#include "norm/norm_backward.cuh"
+
+#include "norm/norm_launch.h"
+
+namespace flexops {
+namespace {
+
+using norm::Backward;
+
+#if !defined(FLEXOPS_NORM_BACKWARD_THREADS)
+#define FLEXOPS_NORM_BACKWARD_THREADS 512
+#endif
+#if !defined(FLEXOPS_NORM_BACKWARD_STAGES)
+#define FLEXOPS_NORM_BACKWARD_STAGES 8
+#endif
+
+bool has_vectors(const NormBackward& a, int64_t vector) {
+  return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 && a.grad_residual_stride % vector == 0 &&
+         norm::is_aligned(a.x, 16) && norm::is_aligned(a.grad, 16) && norm::is_aligned(a.grad_residual, 16) &&
+         norm::is_aligned(a.grad_x, 16) && norm::is_aligned(a.weight, 16);
+}
+
+/// How a gradient is found. Both ways leave `blocks` sums of each column.
+struct Plan {
+  bool walks = false;  // backward_walk; else backward_input and backward_parameters
+  bool vectors;        // else one element at a time
+  int64_t blocks;
+  int threads = 0, stages = 0;  // of backward_walk, as the rest
+  int64_t shared_bytes = 0;
+};
+
+/// Blocks that fill a multiprocessor, of as many groups as leave room for two rows each.
+bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
+  constexpr int64_t kReserved = 3072;  // the kernel's own shared memory
+  const int64_t parts = norm::kParts, held = (p.vectors + parts - 1) / parts;
+  if (held > norm::kWalkThreads) return false;
+  p.lanes = norm::lanes_for(held, norm::kWalkThreads);
+  const int64_t word = parts * 16, stage = (a.grad_residual ? 3 : 2) * word;
+  const int64_t weights = a.weight ? (a.weight_type == a.type ? word : word * 4 / norm::size_of(a.type)) : 0;
+  const int64_t most_threads = p.lanes > FLEXOPS_NORM_BACKWARD_THREADS ? p.lanes : FLEXOPS_NORM_BACKWARD_THREADS;
+  const int64_t a_sm = norm::kWalkThreads / most_threads, limit = norm::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int64_t share = norm::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / a_sm;
+  const int64_t room = (limit < share ? limit : share) - kReserved;
+  // Few rows are spread over all multiprocessors, in blocks of at least a warp.
+  const int64_t processors = norm::attribute(cudaDevAttrMultiProcessorCount), warp = (norm::kNarrowWarp + p.lanes - 1) / p.lanes;
+  const int64_t shared_out = (a.rows + processors - 1) / processors, wanted = shared_out > warp ? shared_out : warp;
+  int64_t groups = most_threads / p.lanes;
+  while (groups / 2 >= wanted) groups /= 2;
+  for (; groups > 0; groups /= 2) {
+    const int64_t threads = groups * p.lanes, stages = (room / threads - weights) / stage;
+    if (threads % norm::kNarrowWarp != 0) break;
+    if (stages < 2) continue;
+    plan.threads = static_cast<int>(threads);
+    plan.stages = static_cast<int>(stages < FLEXOPS_NORM_BACKWARD_STAGES ? stages : FLEXOPS_NORM_BACKWARD_STAGES);
+    plan.shared_bytes = threads * (weights + plan.stages * stage);
+    const int64_t needed = (a.rows + groups - 1) / groups, most = a_sm * processors;
+    plan.blocks = needed < most ? needed : most;
+    return true;
+  }
+  return false;
+}
+
+Plan make_plan(Backward& p, const NormBackward& a) {
+  Plan plan;
+  const int64_t vector = 16 / norm::size_of(a.type);
+  plan.vectors = has_vectors(a, vector);
+  p.rows = a.rows, p.columns = static_cast<int>(a.columns);
+  p.vectors = static_cast<int>(plan.vectors ? a.columns / vector : a.columns);
+  plan.walks = plan.vectors && plan_walk(plan, p, a);
+  if (plan.walks) return plan;
+  const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
+  const int64_t wanted = (norm::attribute(cudaDevAttrMultiProcessorCount) * 16 + across - 1) / across, most = (a.rows + 15) / 16;
+  plan.blocks = wanted < most ? wanted : most;
+  p.lanes = norm::lanes_for((p.vectors + 1) / 2, norm::kMostThreads);
+  return plan;
+}
+
+// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
+#define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
+const void* const kWalks[3][2] = {{FLEXOPS_NORM_KERNEL(backward_walk<float, true>), FLEXOPS_NORM_KERNEL(backward_walk<float, true>)},
+                                  {FLEXOPS_NORM_KERNEL(backward_walk<f16, true>), FLEXOPS_NORM_KERNEL(backward_walk<f16, true>)},
+                                  {FLEXOPS_NORM_KERNEL(backward_walk<bf16, false>), FLEXOPS_NORM_KERNEL(backward_walk<bf16, true>)}};
+
+#define FLEXOPS_NORM_EACH(kernel)                                                                                 \
+  {reinterpret_cast<const void*>(&norm::kernel<float>), reinterpret_cast<const void*>(&norm::kernel<norm::Half>), \
+   reinterpret_cast<const void*>(&norm::kernel<norm::Any>)}
+const void* const kInput[3] = FLEXOPS_NORM_EACH(backward_input);
+const void* const kParameters[3] = FLEXOPS_NORM_EACH(backward_parameters);
+
+dim3 blocks(int64_t x, int64_t y = 1) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
+
+void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
+  p.stages = plan.stages;
+  norm::launch(kWalks[static_cast<int>(a.type)][a.centered], p, blocks(plan.blocks), plan.threads, plan.shared_bytes, stream);
+}
+
+void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
+  const int which = !plan.vectors ? 2 : a.type == NormType::f32 ? 0 : 1;
+  if (a.grad_x) {
+    const norm::Grid grid(p.lanes, a.rows);
+    norm::launch(kInput[which], p, blocks(grid.blocks), grid.threads, 0, stream);
+  }
+  if (!p.partial_weight && !p.partial_bias) return;
+  p.rows_per_block = (a.rows + plan.blocks - 1) / plan.blocks;
+  const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
+  norm::launch(kParameters[which], p, blocks(across, plan.blocks), norm::kShortThreads, 0, stream);
+}
+
+void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* stream) {
+  norm::Reduce r;
+  r.count = plan.blocks, r.columns = p.columns;
+  int sums = 0;
+  const auto add = [&](const float* partial, void* out, NormType type) {
+    if (out == nullptr) return;
+    r.partial[sums] = partial, r.out[sums] = out, r.type[sums] = static_cast<norm::Type>(type);
+    ++sums;
+  };
+  add(p.partial_weight, a.grad_weight, a.weight_type);
+  add(p.partial_bias, a.grad_bias, a.bias_type);
+  if (sums == 0) return;
+  norm::launch(reinterpret_cast<const void*>(&norm::reduce_partial), r, blocks((p.columns + 31) / 32, sums), norm::kReduceThreads, 0,
+               stream);
+}
+
+}  // namespace
+
+int64_t norm_partial_rows_cuda(const NormBackward& a) {
+  Backward p;
+  return make_plan(p, a).blocks;
+}
+
+const char* norm_backward_cuda(const NormBackward& a, void* stream) {
+  Backward p;
+  p.x = a.x, p.grad = a.grad, p.grad_residual = a.grad_residual, p.weight = a.weight;
+  p.mean = a.mean, p.rstd = a.rstd, p.grad_x = a.grad_x;
+  p.partial_weight = a.grad_weight ? a.partial : nullptr;
+  p.partial_bias = a.grad_bias ? a.partial + (a.grad_weight ? a.partial_rows * a.columns : 0) : nullptr;
+  p.x_stride = a.x_stride, p.grad_stride = a.grad_stride, p.grad_residual_stride = a.grad_residual_stride;
+  p.inverse = 1.0f / static_cast<float>(a.columns);
+  p.type = static_cast<norm::Type>(a.type), p.weight_type = static_cast<norm::Type>(a.weight_type), p.centered = a.centered;
+  const Plan plan = make_plan(p, a);
+  if (a.rows > 0) plan.walks ? walk(plan, p, a, stream) : read_twice(plan, p, a, stream);
+  reduce(plan, p, a, stream);
+  return norm::last_error();
+}
+
+}  // namespace flexops

@@ -1,0 +1,57 @@
+// What the norms' launchers share.
+#pragma once
+
+#include "norm/norm.cuh"
+#include "norm/norm.h"
+
+namespace flexops::norm {
+
+inline int size_of(NormType type) { return type == NormType::f32 ? 4 : 2; }
+
+inline bool is_aligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uint64_t>(bytes) == 0;
+}
+
+inline int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
+}
+
+/// The threads of a row: a power of two up to 32, or a multiple of 32.
+inline int lanes_for(int64_t wanted, int most) {
+  int lanes = 1;
+  while (lanes < wanted && lanes < kNarrowWarp) lanes *= 2;
+  if (wanted <= kNarrowWarp) return lanes;
+  lanes = static_cast<int>((wanted + kNarrowWarp - 1) / kNarrowWarp * kNarrowWarp);
+  return lanes < most ? lanes : most;
+}
+
+/// A grid whose blocks have `together` groups of threads.
+struct Grid {
+  int threads;
+  int64_t together, blocks;
+
+  /// A block for each long row, or for some short ones.
+  Grid(int lanes, int64_t rows) : threads(lanes > kNarrowWarp ? lanes : kShortThreads), together(threads / lanes) {
+    blocks = (rows + together - 1) / together;
+  }
+};
+
+template <typename P>
+void launch(const void* kernel, P& p, dim3 blocks, int64_t threads, int64_t shared_bytes, void* stream) {
+  constexpr int64_t kWithoutAsking = 40000;
+  if (shared_bytes > kWithoutAsking)
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  void* arguments[] = {&p};
+  cudaLaunchKernel(kernel, blocks, dim3(static_cast<unsigned>(threads)), arguments, static_cast<size_t>(shared_bytes),
+                   static_cast<cudaStream_t>(stream));
+}
+
+inline const char* last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace flexops::norm

@@ -1,0 +1,184 @@
+// Groups across contiguous rows.
+//
+// A warp is `lanes` slots of 32 / lanes neighbouring chunks of 16 bytes. Slot s holds the row pairs s, s + lanes, s + 2 * lanes, ...
+#pragma once
+
+#include "quant/quant_coding.cuh"
+
+namespace flexops::quant {
+
+struct Tile {
+  i64 outer, line, column;  // line: outer * groups + group; column: the chunk's first
+  i64 first_row;            // in `length`
+  i64 rows;                 // of the group, not counting what pads a short one
+  int slot;
+  bool inside;  // if not, it is the first chunk's place, for loads that need no check
+};
+
+/// N codes' low bytes; `whole` (by column) and `keep` (by nibble) have ones where they count.
+template <int N>
+FLEXOPS_DEVICE void store_bytes(u8* out, const u32 (&code)[N], u32 flip, const u32 (&whole)[N / 4], u32 keep) {
+  Vec<u32, N / 4> words;
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    words.at[i] = (pack_bytes(code[4 * i], code[4 * i + 1], code[4 * i + 2], code[4 * i + 3]) ^ flip) & whole[i] & keep;
+  }
+  store<kStores>(reinterpret_cast<Vec<u32, N / 4>*>(out), words);
+}
+
+template <int N>
+FLEXOPS_DEVICE Tile tile_of(const Params& p) {
+  Tile t;
+  const int lane = threadIdx.x % kNarrowWarp;
+  const int log_columns = 5 - p.log_lanes;
+  const i64 warp = (static_cast<i64>(blockIdx.x) * kColumnThreads + threadIdx.x) / kNarrowWarp;
+  const i64 chunk = (warp << log_columns) + (lane & ((1 << log_columns) - 1));
+  t.slot = lane >> log_columns;
+  t.inside = chunk < p.total;
+  const u32 index = t.inside ? static_cast<u32>(chunk) : 0u, chunks = static_cast<u32>(p.chunks), groups = static_cast<u32>(p.groups);
+  const u32 line = index / chunks, outer = line / groups;
+  t.line = line;
+  t.outer = outer;
+  t.column = static_cast<i64>(index - line * chunks) * N;
+  t.first_row = static_cast<i64>(line - outer * groups) * p.group_size;
+  const i64 left = p.length - t.first_row;
+  t.rows = left < p.group_size ? left : p.group_size;
+  return t;
+}
+
+template <Type kType>
+__global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
+  const Tile t = tile_of<N>(p);
+  const Coding c = make_coding(p, kType);
+  const auto* x = static_cast<const Bits<kBytes>*>(p.x) + t.outer * p.outer_stride + t.first_row * p.length_stride + t.column;
+  const auto row_of = [&](int k) { return 2 * (t.slot + (k / 2) * p.lanes) + k % 2; };
+  const int rows = static_cast<int>(t.rows), group_size = static_cast<int>(p.group_size);
+  Vector<kBytes> data[kColumnRows];
+#pragma unroll
+  for (int k = 0; k < kColumnRows; ++k) {  // instead of a row that is not there, the last one: it does not change the extremes
+    const int row = row_of(k) < rows ? row_of(k) : rows - 1;
+    data[k] = load<kLoads>(reinterpret_cast<const Vector<kBytes>*>(x + row * p.length_stride));
+  }
+  Span<kBytes, true> span;
+  span.clear(kType);
+#pragma unroll
+  for (int k = 0; k < kColumnRows; ++k) span.add(data[k], kType);
+  span.settle(kType);
+  for (int mask = kNarrowWarp / 2; mask >= kNarrowWarp / p.lanes; mask >>= 1) span.merge(span.from(mask), kType);
+  if (!t.inside) return;
+  float minimum[N], scale[N];
+  u32 whole[N / 4] = {};  // ones in the bytes of columns whose group is not broken: the others' codes are 0
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const Group g(span.lowest(i, kType), span.highest(i, kType), c);
+    minimum[i] = g.minimum, scale[i] = g.scale;
+    if (!g.is_broken()) whole[i / 4] |= 255u << (8 * (i % 4));
+  }
+  const Vector<kBytes> scale_bits = narrow(scale, kType, Bits<kBytes>{});
+  widen(scale, scale_bits, kType);
+  if (t.slot == 0) {
+    auto* scales = static_cast<Bits<kBytes>*>(p.scales) + t.line * p.pair * p.inner + t.column;
+    store<kStores>(reinterpret_cast<Vector<kBytes>*>(scales), scale_bits);
+    if (!c.symmetric) store<kStores>(reinterpret_cast<Vector<kBytes>*>(scales + p.inner), narrow(minimum, kType, Bits<kBytes>{}));
+  }
+  u8* out = static_cast<u8*>(p.out) + t.line * p.group_bytes * p.inner + t.column;
+#pragma unroll
+  for (int k = 0; k < kColumnRows; k += 2) {
+    if (row_of(k) >= group_size) break;
+    float value[2][N];
+    u32 code[2][N];
+    widen(value[0], data[k], kType);
+    widen(value[1], data[k + 1], kType);
+    const bool even = row_of(k) < rows, odd = row_of(k + 1) < rows;
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) code[i / N][i % N] = Group(minimum[i % N], scale[i % N]).code(value[i / N][i % N], c.top, c.round);
+    if (p.bits == 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) code[0][i] = code[0][i] * 16u + code[1][i];
+      store_bytes(out + row_of(k) / 2 * p.inner, code[0], c.flip, whole, (even ? 0xf0f0f0f0u : 0u) | (odd ? 0x0f0f0f0fu : 0u));
+    } else {
+      store_bytes(out + row_of(k) * p.inner, code[0], 0u, whole, even ? ~0u : 0u);
+      if (row_of(k + 1) < group_size) store_bytes(out + row_of(k + 1) * p.inner, code[1], 0u, whole, odd ? ~0u : 0u);
+    }
+  }
+}
+
+/// The scales and minima of neighbouring columns; both are on their way before either is waited for.
+template <int N>
+FLEXOPS_DEVICE void load_pairs(float (&scale)[N], float (&minimum)[N], const Params& p, i64 index) {
+  const i64 other = p.pair == 1 ? index : index + p.inner;
+  if (p.scale_type == kF32) {
+    const auto* from = static_cast<const float*>(p.scales);
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const auto scales = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(from + index + i));
+      const auto minima = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(from + other + i));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) scale[i + k] = scales.at[k], minimum[i + k] = minima.at[k];
+    }
+  } else {
+    const auto* from = static_cast<const u16*>(p.scales);
+    const auto scales = load<Cache::normal>(reinterpret_cast<const Vec<u16, N>*>(from + index));
+    const auto minima = load<Cache::normal>(reinterpret_cast<const Vec<u16, N>*>(from + other));
+    widen(scale, scales, p.scale_type);
+    widen(minimum, minima, p.scale_type);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) minimum[i] = p.pair == 1 ? 0.0f : minimum[i];
+}
+
+/// The code under `mask`, which lies in the low bits of byte `at` of a word, as decode_at has it; so that one piece of code serves both
+/// widths.
+FLEXOPS_DEVICE float decode_byte(u32 word, int at, u32 mask, float step, float minimum, const Decoding& d) {
+  const int shift = 8 * (at % 2);
+  const float base = 8388608.0f / static_cast<float>(1 << shift);
+  return apply(bit_cast<float>(pick(at >= 2 ? word >> 16 : word, mask << shift, (150u - shift) << 23)) - (base + d.bias), step, minimum);
+}
+
+template <int kBytes>
+__global__ void __launch_bounds__(kColumnThreads, 1) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int N = kVector<kBytes>;
+  constexpr int kLines = kColumnRows / 2;  // rows of bytes in flight
+  const Type type = kBytes == 4 ? kF32 : p.type;
+  const Tile t = tile_of<N>(p);
+  if (!t.inside) return;
+  const bool halves = p.bits == 4;
+  const u8* packed = static_cast<const u8*>(p.x) + t.line * p.group_bytes * p.inner + t.column;
+  auto* out = static_cast<Bits<kBytes>*>(p.out) + (t.outer * p.length + t.first_row) * p.inner + t.column;
+  const int rows = static_cast<int>(t.rows), lines = halves ? (rows + 1) / 2 : rows;
+  Vec<u32, N / 4> words[kLines];
+  const auto fetch = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kLines; ++k) {
+      const int line = first + k * p.lanes;
+      if (line < lines) words[k] = load<kLoads>(reinterpret_cast<const Vec<u32, N / 4>*>(packed + line * p.inner));
+    }
+  };
+  fetch(t.slot);
+  const Decoding d = make_decoding(p);
+  const u32 mask = halves ? 15u : 255u;
+  float step[N], minimum[N];
+  load_pairs(step, minimum, p, t.line * p.pair * p.inner + t.column);
+#pragma unroll
+  for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
+  for (int first = t.slot; first < lines; fetch(first)) {
+#pragma unroll
+    for (int k = 0; k < kLines; ++k) {
+      const int line = first + k * p.lanes;
+      if (line >= lines) break;
+      const int last = halves ? 2 * line + 1 : line;
+      // Of a byte's halves the high one, which is the even row's, comes first.
+#pragma unroll 1
+      for (int row = halves ? last - 1 : last, shift = halves ? 4 : 0; row <= last && row < rows; ++row, shift = 0) {
+        float value[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) value[i] = decode_byte((words[k].at[i / 4] ^ d.flip) >> shift, i % 4, mask, step[i], minimum[i], d);
+        store<kStores>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, type, Bits<kBytes>{}));
+      }
+    }
+    first += kLines * p.lanes;
+  }
+}
+
+}  // namespace flexops::quant

@@ -1,0 +1,121 @@
+// Rotary embedding's launcher: by vectors or by elements, and the grid.
+
+#include "rope/rope.h"
+
+#include "rope/rope.cuh"
+
+namespace flexops {
+namespace {
+
+bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+/// Whether all of these, of dimensions that have more than one entry, are multiples of n.
+bool multiples(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t n) {
+  for (int d = 0; d < 3; ++d) {
+    if (sizes[d] > 1 && strides[d] % n != 0) return false;
+  }
+  return sizes[3] <= 1 || strides[3] == 1;
+}
+
+bool takes_vectors(const Rope& c) {
+  const int64_t n = c.type == RopeType::f32 ? 4 : 8;
+  // cos and sin are read as many at a time as there are pairs in a vector, or elements
+  if (c.half % n != 0 || c.head_dim % n != 0 || !aligned(c.cos) || !aligned(c.sin) || c.cos_stride % 8 != 0 || c.sin_stride % 8 != 0) {
+    return false;
+  }
+  for (const RopeTensor& t : c.tensors) {
+    if (t.heads == 0) continue;
+    const int64_t sizes[4] = {c.batch, t.heads, c.length, c.head_dim};
+    if (!aligned(t.in) || !aligned(t.out) || !multiples(t.in_strides, sizes, n) || !multiples(t.out_strides, sizes, n)) return false;
+  }
+  return true;
+}
+
+rope::Side side_of(const RopeTensor& t) {
+  const int64_t *in = t.in_strides, *out = t.out_strides;
+  return {t.in, t.out, in[0], in[1], in[2], in[3], out[0], out[1], out[2], out[3], static_cast<int>(t.heads)};
+}
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
+}
+
+/// Moves everything on by so many batches and positions.
+void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
+  for (rope::Side& s : p.side) {
+    s.in = static_cast<const char*>(s.in) + (batches * s.in_batch + positions * s.in_length) * size;
+    s.out = static_cast<char*>(s.out) + (batches * s.out_batch + positions * s.out_length) * size;
+  }
+  if (p.positions) {
+    const int64_t entries = batches * p.position_batch + positions * p.position_length;
+    p.positions = static_cast<const char*>(p.positions) + entries * (p.wide_positions ? 8 : 4);
+  } else {
+    p.first_position += positions;
+  }
+}
+
+/// Few positions: fewer heads a group.
+void plan_groups(rope::Params& p, int64_t lines) {
+  const int64_t blocks = divide_up(lines * p.items.by, rope::kThreads), enough = 4 * static_cast<int64_t>(multiprocessors());
+  const int64_t query = p.side[0].heads, key = p.side[1].heads, most = query > key ? query : key;
+  int64_t each = rope::kHeads < most ? rope::kHeads : most;
+  while (each > 1 && blocks * divide_up(query + key, each) < enough) each = divide_up(each, 2);
+  p.per_block = static_cast<u32>(each), p.query_groups = static_cast<u32>(divide_up(query, each));
+  p.groups = make_divisor(p.query_groups + divide_up(key, each));
+}
+
+void launch(const void* kernel, rope::Params p, int64_t batches, int64_t length, void* stream) {
+  p.length = make_divisor(length);
+  p.total = static_cast<u32>(batches * length * p.items.by);
+  p.blocks = make_divisor(divide_up(p.total, rope::kThreads));
+  void* arguments[] = {&p};
+  cudaLaunchKernel(kernel, dim3(p.blocks.by * p.groups.by), dim3(rope::kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+const char* rope_cuda(const Rope& c, void* stream) {
+  if (c.tensors[0].heads + c.tensors[1].heads == 0 || c.batch * c.length * c.head_dim == 0) return nullptr;
+  const bool vectors = takes_vectors(c);
+  const int64_t n = !vectors ? 1 : c.type == RopeType::f32 ? 4 : 8, size = c.type == RopeType::f32 ? 4 : 2;
+  rope::Params p;
+  for (int s = 0; s < 2; ++s) p.side[s] = side_of(c.tensors[s]);
+  p.cos = c.cos, p.sin = c.sin, p.positions = c.positions;
+  p.cos_stride = c.cos_stride, p.sin_stride = c.sin_stride, p.max_positions = c.max_positions;
+  p.position_batch = c.position_strides[0], p.position_length = c.position_strides[1], p.first_position = 0;
+  p.half = static_cast<int>(c.half), p.rotary = 2 * p.half, p.head_dim = static_cast<int>(c.head_dim);
+  p.rotated = static_cast<int>(c.half / n);
+  p.copied = static_cast<int>(divide_up((c.head_dim - p.rotary) / n, 2));
+  p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2];
+  p.type = static_cast<ElementType>(c.type), p.table_type = static_cast<ElementType>(c.table_type);
+  p.interleaved = c.interleaved, p.inverse = c.inverse, p.wide_positions = c.wide_positions;
+  const int64_t items = p.rotated + (c.in_place ? 0 : p.copied);
+  if (items == 0) return nullptr;
+  p.items = make_divisor(items);
+  plan_groups(p, c.batch * c.length);
+  const void* kernel = reinterpret_cast<const void*>(&rope::rotate<AnyElement>);
+  if (vectors && c.type == RopeType::f32) kernel = reinterpret_cast<const void*>(&rope::rotate<float>);
+  if (vectors && c.type == RopeType::f16) kernel = reinterpret_cast<const void*>(&rope::rotate<f16>);
+  if (vectors && c.type == RopeType::bf16) kernel = reinterpret_cast<const void*>(&rope::rotate<bf16>);
+  // In pieces whose items, and blocks, 31 bits can count.
+  const int64_t most = (int64_t{1} << 30) / items / divide_up(p.groups.by, rope::kThreads);
+  const int64_t positions = most < 1 ? 1 : least(c.length, most), batches = most < positions ? 1 : least(c.batch, most / positions);
+  for (int64_t batch = 0; batch < c.batch; batch += batches) {
+    for (int64_t position = 0; position < c.length; position += positions) {
+      rope::Params part = p;
+      move(part, batch, position, size);
+      launch(kernel, part, least(batches, c.batch - batch), least(positions, c.length - position), stream);
+    }
+  }
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace flexops

@@ -1,0 +1,233 @@
+// Softmax on the CPU: compiled once per ISA level (common/cpu.h). What it computes: flexops/ops/softmax.py.
+
+#include "softmax/softmax.h"
+
+#include <stdlib.h>
+
+#include "common/cpu_rows.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+static const float kInfinity = __builtin_inff();
+
+// A row's exponents and then powers are kept as floats: in its place among the results if that is float32, else in a buffer on the stack,
+// or for more elements than that holds on the heap. Those of still longer 16-bit rows (1 MiB and more) are computed again when they are
+// needed.
+constexpr int64_t kHeld = 4096, kMostHeld = int64_t{1} << 18;
+
+static RowType row_type(const SoftmaxRows& rows) { return static_cast<RowType>(rows.type); }
+
+/// A row's mask.
+struct MaskRow {
+  const void* data = nullptr;  // null: none, or one value for all of the row
+  int64_t offset = 0;
+  float bias = 0.0f;  // that value
+  SoftmaxMask kind = SoftmaxMask::none;
+};
+
+/// `length` becomes 0 if the mask leaves nothing.
+static MaskRow find_mask(const void* mask, const SoftmaxRows& rows, int64_t row, int64_t& length) {
+  MaskRow m;
+  m.kind = rows.mask;
+  if (rows.mask == SoftmaxMask::none) return m;
+  for (int d = 0; d < rows.mask_dims; ++d) {
+    m.offset += row % rows.mask_sizes[d] * rows.mask_strides[d];
+    row /= rows.mask_sizes[d];
+  }
+  if (rows.mask_step != 0) {
+    m.data = mask;
+  } else if (rows.mask == SoftmaxMask::boolean) {
+    if (static_cast<const uint8_t*>(mask)[m.offset] == 0) length = 0;
+  } else {
+    float buffer;
+    m.bias = *widen_row(mask, m.offset, 1, static_cast<RowType>(static_cast<int>(rows.mask) - static_cast<int>(SoftmaxMask::f32)), &buffer);
+  }
+  return m;
+}
+
+static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, int64_t count) {
+  if (m.kind == SoftmaxMask::none) return;
+  if (m.data == nullptr) {
+    for (int64_t i = 0; i < count; ++i) s[i] += m.bias;
+  } else if (m.kind == SoftmaxMask::boolean) {
+    const uint8_t* FLEXOPS_RESTRICT keep = static_cast<const uint8_t*>(m.data) + m.offset + at;
+    for (int64_t i = 0; i < count; ++i) s[i] = keep[i] ? s[i] : -kInfinity;
+  } else {
+    float buffer[kRowBlock];
+    const auto type = static_cast<RowType>(static_cast<int>(m.kind) - static_cast<int>(SoftmaxMask::f32));
+    const float* FLEXOPS_RESTRICT added = widen_row(m.data, m.offset + at, count, type, buffer);
+    for (int64_t i = 0; i < count; ++i) s[i] += added[i];
+  }
+}
+
+/// Exponents [at, at + count) of a row whose first element is `offset`: at most a block of them.
+static void make_exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows, const MaskRow& mask,
+                           float* FLEXOPS_RESTRICT s) {
+  float buffer[kRowBlock];
+  const float* FLEXOPS_RESTRICT values = widen_row(x, offset + at, count, row_type(rows), buffer);
+  const float scale = rows.scale;
+  for (int64_t i = 0; i < count; ++i) s[i] = values[i] * scale;
+  apply_mask(s, mask, at, count);
+}
+
+static float settle(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
+
+/// out = values / sum, in whose last bit a product with the reciprocal alone would err.
+static void divide(const float* values, float* out, int64_t count, float sum) {
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  const auto quotient_of = [sum, inverse](Floats value) {
+    const Floats quotient = value * inverse;
+    return quotient + (value - quotient * sum) * inverse;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_floats(out + i, quotient_of(load_floats(values + i)));
+  if (i < count) store_some(out + i, quotient_of(load_some(values + i, count - i, 0.0f)), count - i);
+}
+
+/// A row of at most a block, in a buffer that is filled up to whole registers: the stores of a few elements would keep the loads of the
+/// next step waiting.
+static void softmax_short(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
+                          const MaskRow& mask) {
+  static const float zeros[kLanes] = {};
+  alignas(64) float s[kRowBlock + kLanes];
+  float buffer[kRowBlock];
+  const float* values = widen_row(x, offset, length, row_type(rows), buffer);
+  int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) store_floats(s + i, load_floats(values + i) * rows.scale);
+  if (i < length) {
+    store_floats(s + i, load_some(values + i, length - i, 0.0f) * rows.scale + load_some(zeros, length - i, -kInfinity));
+    i += kLanes;
+  }
+  apply_mask(s, mask, 0, length);
+  const float sum = sum_powers<true>(s, s, i, settle(greatest(s, i, -kInfinity)));
+  divide(s, s, i, sum);
+  if (row_type(rows) == RowType::f32) {
+    memcpy(static_cast<float*>(out) + out_offset, s, static_cast<size_t>(length) * sizeof(float));
+  } else {
+    narrow_row(s, out, out_offset, length, row_type(rows));
+  }
+}
+
+/// A row whose exponents fit `held`, which may be where its results go.
+static void softmax_held(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
+                         const MaskRow& mask, float* held) {
+  const RowType type = row_type(rows);
+  const int64_t first = unaligned_of(out, out_offset, length, type);
+  float maximum = -kInfinity;
+  double sum = 0.0;
+  for_row_blocks(length, first, [&](int64_t at, int64_t count) {
+    make_exponents(x, offset, at, count, rows, mask, held + at);
+    maximum = greatest(held + at, count, maximum);
+  });
+  const float base = settle(maximum);
+  for_row_blocks(length, first,
+                 [&](int64_t at, int64_t count) { sum += static_cast<double>(sum_powers<true>(held + at, held + at, count, base)); });
+  for_row_blocks(length, first, [&](int64_t at, int64_t count) { divide(held + at, held + at, count, static_cast<float>(sum)); });
+  narrow_row(held, out, out_offset, length, type);
+}
+
+static void softmax_long(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
+                         const MaskRow& mask) {
+  float s[kRowBlock], maximum = -kInfinity;
+  double sum = 0.0;
+  for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
+    make_exponents(x, offset, at, count, rows, mask, s);
+    maximum = greatest(s, count, maximum);
+  });
+  const float base = settle(maximum);
+  for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
+    make_exponents(x, offset, at, count, rows, mask, s);
+    sum += static_cast<double>(sum_powers<false>(s, nullptr, count, base));
+  });
+  for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
+    make_exponents(x, offset, at, count, rows, mask, s);
+    sum_powers<true>(s, s, count, base);
+    divide(s, s, count, static_cast<float>(sum));
+    narrow_row(s, out, out_offset + at, count, row_type(rows));
+  });
+}
+
+/// How many of the row's first elements take part.
+static int64_t visible(const SoftmaxRows& rows, int64_t row) {
+  if (!rows.causal) return rows.length;
+  const int64_t most = row % rows.queries + 1 + rows.length - rows.queries;
+  return most < 0 ? 0 : most;
+}
+
+void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& rows, int64_t begin, int64_t end) {
+  float buffer[kHeld];
+  const RowType type = row_type(rows);
+  float* heap = nullptr;
+  if (type != RowType::f32 && rows.length > kHeld && rows.length <= kMostHeld) {
+    heap = static_cast<float*>(malloc(static_cast<size_t>(rows.length) * sizeof(float)));
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t length = visible(rows, row);
+    const MaskRow m = find_mask(mask, rows, row, length);
+    const int64_t from = row * rows.stride, to = row * rows.length;
+    if (length <= kRowBlock) {
+      softmax_short(x, from, out, to, length, rows, m);
+    } else if (type == RowType::f32 || heap != nullptr || length <= kHeld) {
+      softmax_held(x, from, out, to, length, rows, m, place_in_row(out, to, type, heap ? heap : buffer));
+    } else {
+      softmax_long(x, from, out, to, length, rows, m);
+    }
+    clear_row(out, to + length, rows.length - length, type);
+  }
+  free(heap);
+}
+
+template <RowType type>
+static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64_t count) {
+  Floats sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    for (int k = 0; k < 4; ++k) {
+      sum[k] += load_elements<type>(a, a_at + i + k * kLanes) * load_elements<type>(b, b_at + i + k * kLanes);
+    }
+  }
+  for (; i + kLanes <= count; i += kLanes) sum[0] += load_elements<type>(a, a_at + i) * load_elements<type>(b, b_at + i);
+  float rest = 0.0f;
+  for (; i < count; ++i) rest += load_element<type>(a, a_at + i) * load_element<type>(b, b_at + i);
+  return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
+}
+
+/// out = scale * y * (grad - sum)
+template <RowType type>
+static void write_gradient(const void* grad, int64_t grad_at, const void* y, int64_t y_at, float* out, int64_t count, float scale,
+                           float sum) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    store_floats(out + i, load_elements<type>(y, y_at + i) * scale * (load_elements<type>(grad, grad_at + i) - sum));
+  }
+  for (; i < count; ++i) out[i] = load_element<type>(y, y_at + i) * scale * (load_element<type>(grad, grad_at + i) - sum);
+}
+
+template <RowType type>
+static void backward_rows(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, int64_t begin,
+                          int64_t end) {
+  float buffer[kRowBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t length = visible(rows, row), from = row * grad_stride, kept = row * rows.stride, to = row * rows.length;
+    const int64_t first = unaligned_of(out, to, length, type);
+    double total = 0.0;
+    for_row_blocks(length, first,
+                   [&](int64_t at, int64_t count) { total += static_cast<double>(dot<type>(grad, from + at, y, kept + at, count)); });
+    for_row_blocks(length, first, [&](int64_t at, int64_t count) {
+      float* result = place_in_row(out, to + at, type, buffer);
+      write_gradient<type>(grad, from + at, y, kept + at, result, count, rows.scale, static_cast<float>(total));
+      narrow_row(result, out, to + at, count, type);
+    });
+    clear_row(out, to + length, rows.length - length, type);
+  }
+}
+
+void softmax_backward_cpu(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, int64_t begin,
+                          int64_t end) {
+  const RowType type = row_type(rows);
+  if (type == RowType::f32) return backward_rows<RowType::f32>(grad, grad_stride, y, out, rows, begin, end);
+  if (type == RowType::f16) return backward_rows<RowType::f16>(grad, grad_stride, y, out, rows, begin, end);
+  backward_rows<RowType::bf16>(grad, grad_stride, y, out, rows, begin, end);
+}
+
+}  // namespace flexops::FLEXOPS_ISA

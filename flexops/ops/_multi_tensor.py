@@ -1,0 +1,152 @@
+"""What ops on lists of tensors share: the learning rate as a number or a tensor, autograd's version counters, and errors that name an entry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters, gradients and copies may be. Steps, and states that are not quantized, are float32."""
+
+Lists = Mapping[str, tuple[Sequence[Any], tuple[torch.dtype, ...]]]
+"""An op's lists by name, the parameters first, each with the dtypes that it may hold."""
+
+
+def listed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return tensors if isinstance(tensors, list) else list(tensors)
+
+
+def split_lr(lr: float | Tensor, on_cpu: bool) -> tuple[float, Tensor | None]:
+    """The learning rate as the ops take it: a number, or a tensor that overrides the number."""
+    if not isinstance(lr, Tensor):
+        return float(lr), None
+    if on_cpu or not lr.is_cpu:
+        return 0.0, lr if lr.dtype == torch.float32 else lr.float()
+    return float(lr), None  # no synchronisation: it is on the CPU already
+
+
+def on_cpu(tensors: Sequence[Any]) -> bool:
+    return not tensors or not isinstance(tensors[0], Tensor) or tensors[0].is_cpu
+
+
+def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]) -> Any:
+    """Call an op that writes lists of tensors, the first of which tells where it goes: without a tensor in it there is nothing to do.
+
+    Checking thousands of tensors in Python at every call would cost more than the step. The native kernels check, too: only when they have
+    refused is it found out here, by ``check``, what to tell, in the same words and with the same type for every backend.
+    """
+    if not args[0]:
+        return check()
+    try:
+        with torch.no_grad():
+            result = op(*args)
+    except (RuntimeError, TypeError, NotImplementedError):
+        check()
+        raise
+    increment_versions(written)
+    return result
+
+
+def increment_versions(tensors: list[Tensor]) -> None:
+    """Tell autograd that the tensors were written: a backward pass that had saved one of them then says so instead of being silently wrong."""
+    if torch.compiler.is_compiling():
+        return  # the compiler sees the mutation in the schema
+    tensors = [tensor for tensor in tensors if not tensor.is_inference()] if torch.is_inference_mode_enabled() else tensors
+    if _counts_many_at_once():
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+@functools.cache
+def _counts_many_at_once() -> bool:
+    """Whether this torch's ``increment_version`` takes a list (torch 2.4's does not)."""
+    try:
+        torch.autograd.graph.increment_version([torch.empty(0)])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def check_rates(name: str, lr: float | Tensor | None = None, betas: tuple[float, ...] = (), **not_negative: float) -> None:
+    """Raise ``ValueError`` if a number is out of range, naming it."""
+    for index, value in enumerate(betas, 1):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"flexops::{name}: beta{index} must be in [0, 1), got {value}")
+    for label, value in not_negative.items():
+        if not value >= 0.0:
+            raise ValueError(f"flexops::{name}: {label} must not be negative, got {value}")
+    if lr is not None and not isinstance(lr, Tensor) and not lr >= 0.0:
+        raise ValueError(f"flexops::{name}: lr must not be negative, got {lr}")
+
+
+def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together, naming the first that does not.
+
+    Args:
+        name: the op's, without namespace.
+        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element; every other list, tensors of their parameters' shapes.
+        scalars: float32 tensors of one element on the parameters' device, or None.
+    """
+    (first, (params, _)), *_ = lists.items()
+    for label, (tensors, dtypes) in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"flexops::{name}: {label} must hold {len(params)} tensors, as {first} does, got {len(tensors)}")
+        for index, tensor in enumerate(tensors):
+            _check_tensor(f"flexops::{name}: {label}[{index}]", tensor, dtypes, first, params)
+            if label == "state_steps":
+                if tensor.numel() != 1:
+                    raise ValueError(f"flexops::{name}: {label}[{index}] must have one element, got shape {list(tensor.shape)}")
+            elif tensor.shape != params[index].shape:
+                shapes = f"{list(params[index].shape)}, got {list(tensor.shape)}"
+                raise ValueError(f"flexops::{name}: {label}[{index}] must have the shape of its parameter, {shapes}")
+    for label, scalar in scalars.items():
+        if scalar is None:
+            continue
+        if scalar.dtype != torch.float32 or scalar.numel() != 1:
+            raise TypeError(f"flexops::{name}: {label} must be a float32 tensor of one element")
+        if params and scalar.device != params[0].device:
+            raise ValueError(f"flexops::{name}: {label} must be on the device of {first}, {params[0].device}, got {scalar.device}")
+
+
+def _check_tensor(where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{where} must be a dense (strided) tensor, got {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        accepted = " or ".join(", ".join(_dtype_name(dtype) for dtype in dtypes).rsplit(", ", 1))
+        raise TypeError(f"{where} must be {accepted}, got {_dtype_name(tensor.dtype)}")
+    if tensor.device != params[0].device:
+        raise ValueError(f"{where} must be on the device of {first}[0], {params[0].device}, got {tensor.device}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The fake kernel of an op that returns nothing."""
+
+
+class Writer:
+    """Writes results of a reference's step, unless ``found_inf`` says not to; waits for no device."""
+
+    def __init__(self, found_inf: Tensor | None) -> None:
+        self._skip = None if found_inf is None else found_inf.reshape(()) != 0
+
+    def put(self, target: Tensor, value: Tensor) -> None:
+        target.copy_(value if self._skip is None else torch.where(self._skip, target, value.to(target.dtype)))
+
+    def gradient(self, grad: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:
+        """The gradient in float32, unscaled (also where it lies), and turned round to maximize."""
+        value = grad.float()
+        if grad_scale is not None:
+            value = value / grad_scale.reshape(())
+            self.put(grad, value)
+        return -value if maximize else value

@@ -1,0 +1,339 @@
+"""Activations with what stands beside them in a feed-forward block: a bias before, a gate after.
+
+=================  ===============================================================================
+``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, Phi the normal distribution's (``approximate="none"``), or
+                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``): Hendrycks and Gimpel, 2016
+``bias_silu``      ``silu(x + bias)``; silu is ``x sigmoid(x)``
+``swiglu``         ``silu(gate) * up``: Shazeer, "GLU Variants Improve Transformer", 2020
+``geglu``          ``gelu(gate) * up``
+=================  ===============================================================================
+
+Everything between reading the inputs and rounding the result is float32: ``x + bias`` is not rounded to x's dtype, as two operations would. Backward
+passes keep the inputs only and work out the rest again; a bias's gradient is added up in float32, in an order that depends on the shape and the
+device alone, so it has the same bits every time.
+
+As in torch, infinite inputs give NaN where a formula has infinity times zero: ``gelu(-inf)``, ``silu(-inf)``, and gradients at either infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._register import call, define
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Approximation = Literal["none", "tanh"]
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation = "none") -> Tensor:
+    """``gelu(x + bias)``, in one pass; the backward pass works out both gradients in one, too.
+
+    Args:
+        x: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer ones are read where they are.
+        bias: ``[n]``, of any of these dtypes, or None.
+        approximate: ``"none"`` (erf) or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+
+    Returns:
+        a contiguous tensor of x's shape and dtype. Differentiable, once, with respect to ``x`` and ``bias``.
+
+    Raises:
+        TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
+        ValueError: a shape or ``approximate`` is not as above.
+    """
+    _check_biased("bias_gelu", x, bias)
+    result: Tensor = call(_bias_gelu, x, bias, _is_tanh("bias_gelu", approximate))
+    return result
+
+
+def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu(x + bias)``, ``silu(x) = x * sigmoid(x)``; otherwise like :func:`bias_gelu`."""
+    _check_biased("bias_silu", x, bias)
+    result: Tensor = call(_bias_silu, x, bias)
+    return result
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, interleaved: bool = False) -> Tensor:
+    """``silu(gate) * up``, from two tensors or from one that holds both.
+
+    Args:
+        gate: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer ones, such as the chunks of a packed
+            projection, are read where they are. Without ``up``: ``[..., 2 n]``, gate and up packed, and its gradient is packed as well.
+        up: of gate's shape and dtype; None if ``gate`` holds both.
+        interleaved: how they are packed: gate and up alternate (``gate[..., ::2]``, ``gate[..., 1::2]``), or, if False, the gate is the first
+            half and up the second.
+
+    Returns:
+        a contiguous tensor ``[..., n]`` of gate's dtype. Differentiable, once, with respect to ``gate`` and ``up``.
+
+    Raises:
+        TypeError: ``gate`` is no tensor of these dtypes, or ``up`` none of gate's.
+        ValueError: shapes are not as above, or ``interleaved`` is given together with ``up``.
+    """
+    _check_gated("swiglu", gate, up, interleaved)
+    result: Tensor = call(_swiglu, gate, up, interleaved)
+    return result
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation = "none", interleaved: bool = False) -> Tensor:
+    """``gelu(gate) * up``; see :func:`swiglu` for the arguments, and :func:`bias_gelu` for ``approximate``.
+
+    Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half: call ``geglu(*reversed(x.chunk(2, -1)))`` there,
+    which copies nothing.
+    """
+    _check_gated("geglu", gate, up, interleaved)
+    result: Tensor = call(_geglu, gate, up, _is_tanh("geglu", approximate), interleaved)
+    return result
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _wrong_dtype(op: str, name: str, value: Any, accepted: str = "a float32, bfloat16 or float16 tensor") -> TypeError:
+    return TypeError(f"flexops.{op}: {name} must be {accepted}, got {value.dtype if isinstance(value, Tensor) else type(value).__name__}")
+
+
+def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
+        raise _wrong_dtype(op, "x", x)
+    if x.dim() == 0:
+        raise ValueError(f"flexops.{op}: x must have at least one dimension")
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or bias.dtype not in _FLOAT_DTYPES:
+        raise _wrong_dtype(op, "bias", bias, "a float32, bfloat16 or float16 tensor or None")
+    if bias.dim() != 1 or bias.size(0) != x.size(-1):
+        raise ValueError(f"flexops.{op}: bias must have shape [{x.size(-1)}], as x's last dimension, got {list(bias.shape)}")
+
+
+def _check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
+    if not isinstance(gate, Tensor) or gate.dtype not in _FLOAT_DTYPES:
+        raise _wrong_dtype(op, "gate", gate)
+    if gate.dim() == 0:
+        raise ValueError(f"flexops.{op}: gate must have at least one dimension")
+    if up is None:
+        if gate.size(-1) % 2:
+            raise ValueError(f"flexops.{op}: gate must have an even last dimension, since it holds gate and up if up is None, got {list(gate.shape)}")
+        return
+    if not isinstance(up, Tensor) or up.dtype != gate.dtype:
+        raise _wrong_dtype(op, "up", up, f"a {gate.dtype} tensor, as gate, or None")
+    if up.shape != gate.shape:
+        raise ValueError(f"flexops.{op}: up must have gate's shape {list(gate.shape)}, got {list(up.shape)}")
+    if interleaved:
+        raise ValueError(f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds both")
+
+
+def _is_tanh(op: str, approximate: str) -> bool:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'flexops.{op}: approximate must be "none" or "tanh", got {approximate!r}')
+    return approximate == "tanh"
+
+
+# ---- references: plain PyTorch ---------------------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# Not torch's own: those of 1 + erf(x) and 1 + tanh(u) have no digits left where x is far below 0.
+
+
+def _phi(x: Tensor) -> Tensor:
+    """The normal distribution's."""
+    phi: Tensor = 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
+    return phi
+
+
+def _argument(x: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    """``t``, of which silu and gelu(tanh) are ``x * sigmoid(t)`` because ``(1 + tanh(u)) / 2 = sigmoid(2 u)``; and its derivative."""
+    if which == "silu":
+        return x, torch.ones_like(x)
+    square = x.square().clamp(max=100.0)  # beyond that, sigmoid(t) is 0 or 1
+    scale = math.sqrt(8 / math.pi)
+    return x * (scale + scale * 0.044715 * square), scale + scale * 3 * 0.044715 * square
+
+
+def _activation(x: Tensor, which: str) -> Tensor:
+    return x * (_phi(x) if which == "none" else _argument(x, which)[0].sigmoid())
+
+
+def _slope(x: Tensor, which: str) -> Tensor:
+    """The activation's derivative."""
+    if which == "none":
+        return _phi(x) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
+    t, inner = _argument(x, which)
+    return t.sigmoid() + x * (t.sigmoid() * (-t).sigmoid()) * inner
+
+
+def _biased(x: Tensor, bias: Tensor | None, which: str) -> Tensor:
+    before = _wide(x) if bias is None else _wide(x) + _wide(bias)
+    return _activation(before, which).to(x.dtype).contiguous()
+
+
+def _biased_backward(grad: Tensor, x: Tensor, bias: Tensor | None, which: str, bias_gradient: bool) -> tuple[Tensor, Tensor]:
+    before = _wide(x) if bias is None else _wide(x) + _wide(bias)
+    inner = _wide(grad) * _slope(before, which)
+    if bias is None or not bias_gradient:
+        return inner.to(x.dtype).contiguous(), x.new_empty(0, dtype=x.dtype if bias is None else bias.dtype)
+    return inner.to(x.dtype).contiguous(), inner.sum(tuple(range(x.dim() - 1))).to(bias.dtype) if x.dim() > 1 else inner.to(bias.dtype, copy=True)
+
+
+def _split(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    if interleaved:
+        return gate[..., ::2], gate[..., 1::2]
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+def _gated(gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> Tensor:
+    gates, ups = _split(gate, up, interleaved)
+    return (_activation(_wide(gates), which) * _wide(ups)).to(gate.dtype).contiguous()
+
+
+def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    gates, ups = (_wide(part) for part in _split(gate, up, interleaved))
+    outer = _wide(grad)
+    gate_grad, up_grad = outer * ups * _slope(gates, which), outer * _activation(gates, which)
+    if up is not None:
+        return gate_grad.to(gate.dtype).contiguous(), up_grad.to(gate.dtype).contiguous()
+    packed = torch.stack([gate_grad, up_grad], -1).flatten(-2) if interleaved else torch.cat([gate_grad, up_grad], -1)
+    return packed.to(gate.dtype).contiguous(), gate.new_empty(0)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _biased_fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _biased_backward_fake(_: Tensor, x: Tensor, bias: Tensor | None, *options: bool) -> tuple[Tensor, Tensor]:
+    of_bias = x.new_empty([x.shape[-1] if options[-1] else 0], dtype=x.dtype if bias is None else bias.dtype)
+    return x.new_empty(x.shape), of_bias
+
+
+def _gated_fake(gate: Tensor, up: Tensor | None, *_: bool) -> Tensor:
+    return gate.new_empty(gate.shape if up is not None else [*gate.shape[:-1], gate.shape[-1] // 2])
+
+
+def _gated_backward_fake(_: Tensor, gate: Tensor, up: Tensor | None, *__: bool) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape if up is not None else [0])
+
+
+def _keep(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+    """The two tensors, and the options that follow them."""
+    ctx.save_for_backward(args[0], args[1])
+    ctx.options = args[2:]
+
+
+def _biased_gradients(op: str) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        of_x, of_bias = getattr(torch.ops.flexops, op)(grad, x, bias, *ctx.options, ctx.needs_input_grad[1])
+        return of_x if ctx.needs_input_grad[0] else None, of_bias if ctx.needs_input_grad[1] else None, *(None for _ in ctx.options)
+
+    return backward
+
+
+def _gated_gradients(op: str) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = getattr(torch.ops.flexops, op)(grad, gate, up, *ctx.options)
+        return of_gate if ctx.needs_input_grad[0] else None, of_up if ctx.needs_input_grad[1] else None, *(None for _ in ctx.options)
+
+    return backward
+
+
+def _gelu_name(tanh: bool) -> str:
+    return "tanh" if tanh else "none"
+
+
+define(
+    "activation",
+    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
+    lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
+    _biased_fake,
+    setup_context=_keep,
+    backward=_biased_gradients("bias_gelu_backward"),
+)
+define(
+    "activation",
+    "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient) -> (Tensor, Tensor)",
+    lambda grad, x, bias, tanh, bias_gradient: _biased_backward(grad, x, bias, _gelu_name(tanh), bias_gradient),
+    _biased_backward_fake,
+)
+define(
+    "activation",
+    "bias_silu(Tensor x, Tensor? bias) -> Tensor",
+    lambda x, bias: _biased(x, bias, "silu"),
+    _biased_fake,
+    setup_context=_keep,
+    backward=_biased_gradients("bias_silu_backward"),
+)
+define(
+    "activation",
+    "bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) -> (Tensor, Tensor)",
+    lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, "silu", bias_gradient),
+    _biased_backward_fake,
+)
+define(
+    "activation",
+    "swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor",
+    lambda gate, up, interleaved: _gated(gate, up, "silu", interleaved),
+    _gated_fake,
+    setup_context=_keep,
+    backward=_gated_gradients("swiglu_backward"),
+)
+define(
+    "activation",
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor? up, bool interleaved) -> (Tensor, Tensor)",
+    lambda grad, gate, up, interleaved: _gated_backward(grad, gate, up, "silu", interleaved),
+    _gated_backward_fake,
+)
+define(
+    "activation",
+    "geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor",
+    lambda gate, up, tanh, interleaved: _gated(gate, up, _gelu_name(tanh), interleaved),
+    _gated_fake,
+    setup_context=_keep,
+    backward=_gated_gradients("geglu_backward"),
+)
+define(
+    "activation",
+    "geglu_backward(Tensor grad, Tensor gate, Tensor? up, bool tanh, bool interleaved) -> (Tensor, Tensor)",
+    lambda grad, gate, up, tanh, interleaved: _gated_backward(grad, gate, up, _gelu_name(tanh), interleaved),
+    _gated_backward_fake,
+)
+
+_bias_gelu = torch.ops.flexops.bias_gelu.default
+_bias_silu = torch.ops.flexops.bias_silu.default
+_swiglu = torch.ops.flexops.swiglu.default
+_geglu = torch.ops.flexops.geglu.default
+
+
+def self_check(device: str) -> float:
+    """Every activation and its gradients on random numbers of size 1, by whatever kernels calls reach on ``device`` and by the reference.
+
+    For ``flexops doctor``. Returns the largest difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, up, grad, bias = (torch.randn(shape, generator=generator).to(device) for shape in ((65, 96), (65, 96), (65, 96), (96,)))
+    ops, worst = torch.ops.flexops, 0.0
+    with torch.no_grad():
+        for which in ("silu", "tanh", "none"):
+            gelu = () if which == "silu" else (which == "tanh",)
+            biased, gated = ("bias_silu", "swiglu") if which == "silu" else ("bias_gelu", "geglu")
+            pairs = [
+                (getattr(ops, biased)(x, bias, *gelu), _biased(x, bias, which)),
+                *zip(getattr(ops, f"{biased}_backward")(grad, x, bias, *gelu, True), _biased_backward(grad, x, bias, which, True), strict=True),
+                (getattr(ops, gated)(x, up, *gelu, False), _gated(x, up, which, False)),
+                *zip(getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False), _gated_backward(grad, x, up, which, False), strict=True),
+            ]
+            worst = max(worst, *(float((actual - expected).abs().max()) for actual, expected in pairs))
+    return worst

@@ -1,0 +1,129 @@
+"""Adagrad steps on lists of tensors, in place.
+
+The formula is that of Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011), as
+``torch.optim.Adagrad`` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._register import define
+
+_SCHEMA = (
+    "adagrad_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[] state_steps, float lr, float lr_decay, float weight_decay, "
+    "float eps, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
+)
+
+
+def adagrad_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Make one Adagrad step on every parameter, in place.
+
+    With t the incremented step, and all arithmetic in float32::
+
+        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        g     = (-grad if maximize else grad) + weight_decay * param
+        s     = s + g * g                                       (sums)
+        param = param - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    The lists hold one entry for each parameter, all on one device; strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
+        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
+        sums: float32, of their parameters' shapes, written.
+        state_steps: float32 tensors of one element: how many steps were made before; incremented.
+        lr: learning rate, a float or a float32 tensor of one element (see :func:`flexops.adam_`).
+        lr_decay: how fast the learning rate falls.
+        weight_decay: L2 factor, added to the gradient.
+        eps: added to the denominator.
+        maximize: ascend.
+        grad_scale: float32, one element: what the gradients were multiplied by.
+        found_inf: float32, one element: nonzero means that nothing at all is done, steps included.
+
+    Raises:
+        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+    """
+    check_rates("adagrad_", lr, (), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    lists = [listed(each) for each in (params, grads, sums, state_steps)]
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
+    args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
+    call_lists(torch.ops.flexops.adagrad_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+
+
+def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    wanted: Lists = {
+        "params": (lists[0], PARAM_DTYPES),
+        "grads": (lists[1], PARAM_DTYPES),
+        "sums": (lists[2], (torch.float32,)),
+        "state_steps": (lists[3], (torch.float32,)),
+    }
+    check_lists("adagrad_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+
+
+def _reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    sums: list[Tensor],
+    state_steps: list[Tensor],
+    lr: float,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One parameter at a time, in plain PyTorch and float32; waits for no device."""
+    _check([params, grads, sums, state_steps], lr_tensor, grad_scale, found_inf)
+    rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
+    writer = Writer(found_inf)
+    for param, grad_, sum_, steps in zip(params, grads, sums, state_steps, strict=True):
+        step = steps + 1
+        writer.put(steps, step)
+        grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
+        if weight_decay:
+            grad = grad + weight_decay * value
+        total = sum_ + grad * grad
+        writer.put(param, value - rate / (1 + (step.reshape(()) - 1) * lr_decay) * grad / (total.sqrt() + eps))
+        writer.put(sum_, total)
+
+
+define("adagrad", _SCHEMA, _reference, nothing)
+
+
+def self_check(device: str) -> float:
+    """Three steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference.
+
+    For ``flexops doctor``. A step is of size 0.1, so a wrong formula shows as 0.01 and more, rounding as 1e-6.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
+    results = []
+    steps: tuple[Any, Any] = (torch.ops.flexops.adagrad_, _reference)
+    for step in steps:
+        param, total, count = params.clone(), torch.zeros_like(params), torch.zeros((), device=device)
+        for grad in grads:
+            step([param], [grad], [total], [count], 0.1, 0.1, 0.1, 1e-10, False, None, None, None)
+        results.append(torch.stack([param, total]))
+    return float((results[0] - results[1]).abs().max())

@@ -1,0 +1,101 @@
+"""The norm of many tensors as one vector, and scaling them down by it, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing
+from ._register import define
+
+
+def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Compute the p-norm of all tensors as if they were one vector.
+
+    Sums are in float32, in an order that depends on nothing but the sizes: the same input gives the same bits.
+
+    Args:
+        grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device. None at all give a norm of 0 on the CPU.
+        norm_type: p, more than 0; ``inf`` for the largest magnitude.
+
+    Returns:
+        A float32 tensor without dimensions, on the tensors' device. NaN if one is among the elements.
+
+    Raises:
+        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        ValueError: an entry is on another device, or ``norm_type`` is not accepted.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude), got {norm_type}")
+    tensors = listed(grads)
+    if not tensors:
+        return torch.zeros(())
+    norm: Tensor = call_lists(torch.ops.flexops.grad_norm.default, (tensors, norm_type), [], lambda: _check("grad_norm", tensors))
+    return norm
+
+
+def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
+    """Scale all tensors in place by ``max_norm / (total_norm + 1e-6)``, if that is less than 1. The norm is read on the device.
+
+    Args:
+        grads: float32, bfloat16 or float16 tensors of any shapes on one device, written unless the factor is 1.
+        total_norm: a float32 tensor of one element on their device. NaN makes everything NaN, as in torch.
+        max_norm: what the norm becomes, if it is larger.
+
+    Raises:
+        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        ValueError: an entry is on another device.
+    """
+    tensors = listed(grads)
+    if tensors:
+        args = (tensors, total_norm, float(max_norm))
+        call_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))
+
+
+def _check(name: str, grads: list[Tensor], total_norm: Tensor | None = None) -> None:
+    check_lists(name, {"grads": (grads, PARAM_DTYPES)}, total_norm=total_norm)
+
+
+def _norm_reference(grads: list[Tensor], norm_type: float) -> Tensor:
+    _check("grad_norm", grads)
+    if not grads:
+        raise ValueError("flexops::grad_norm: grads must hold at least one tensor")
+    norms = [torch.linalg.vector_norm(grad.float(), norm_type) if grad.numel() else grad.new_zeros((), dtype=torch.float32) for grad in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _clip_reference(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
+    _check("clip_grads_", grads, total_norm)
+    factor = (max_norm / (total_norm.reshape(()) + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.copy_(grad.float() * factor)
+
+
+def _norm_fake(grads: list[Tensor], _: float) -> Tensor:
+    return grads[0].new_empty((), dtype=torch.float32)
+
+
+define("grad_norm", "grad_norm(Tensor[] grads, float norm_type) -> Tensor", _norm_reference, _norm_fake)
+define("grad_norm", "clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()", _clip_reference, nothing)
+
+
+def self_check(device: str) -> float:
+    """The norms of random numbers and what clipping by them gives, by whatever kernel calls reach on ``device`` and by the reference: the largest
+    difference. For ``flexops doctor``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(size, generator=generator).to(device) for size in (1237, 5, 64)]
+    worst = 0.0
+    for norm_type in (2.0, 1.0, math.inf):
+        norm, expected = torch.ops.flexops.grad_norm(grads, norm_type), _norm_reference(grads, norm_type)
+        worst = max(worst, float((norm / expected - 1).abs()))
+        clipped, reference = [grad.clone() for grad in grads], [grad.clone() for grad in grads]
+        torch.ops.flexops.clip_grads_(clipped, norm, 0.5)
+        _clip_reference(reference, expected, 0.5)
+        worst = max(worst, *(float((left - right).abs().max()) for left, right in zip(clipped, reference, strict=True)))
+    return worst

@@ -1,0 +1,187 @@
+"""LAMB steps on lists of tensors, in place.
+
+The formula is that of You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh, "Large Batch Optimization for Deep Learning:
+Training BERT in 76 Minutes" (2020), with phi(z) = z. A step is two ops, so that the norms of a tensor that lies on several ranks can be added up
+between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._register import define
+
+_MOMENTS = (
+    "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
+    "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf) -> Tensor"
+)
+_APPLY = (
+    "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] state_steps, Tensor norms, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool adapt, Tensor? lr_tensor, Tensor? found_inf) -> ()"
+)
+
+
+def lamb_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    adapt: bool = True,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Make one LAMB step on every parameter, in place.
+
+    With t the incremented step, and all arithmetic in float32::
+
+        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        g     = -grad if maximize else grad
+        m     = beta1 * m + (1 - beta1) * g                     (exp_avgs)
+        v     = beta2 * v + (1 - beta2) * g * g                 (exp_avg_sqs)
+        u     = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param
+        ratio = |param| / |u|                                   (2-norms of the whole tensor; 1 if either is 0, or without adapt)
+        param = param - lr * ratio * u
+
+    The norms stay on the device, and are added up in the same order every time. The lists hold one entry for each parameter, all on one device;
+    strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
+        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
+        exp_avgs, exp_avg_sqs: float32, of their parameters' shapes, written.
+        state_steps: float32 tensors of one element: how many steps were made before; incremented.
+        lr: learning rate, a float or a float32 tensor of one element (see :func:`flexops.adam_`).
+        beta1, beta2: decay rates of the two averages, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: what of the parameter is added to its update, before the trust ratio.
+        adapt: whether there is a trust ratio.
+        maximize: ascend.
+        grad_scale: float32, one element: what the gradients were multiplied by.
+        found_inf: float32, one element: nonzero means that nothing at all is done, steps included.
+
+    Raises:
+        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+    """
+    check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
+    lists = [listed(each) for each in (params, grads, exp_avgs, exp_avg_sqs, state_steps)]
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
+
+    def check() -> None:
+        _check("lamb_", lists, lr=tensor, grad_scale=grad_scale, found_inf=found_inf)
+
+    ops = torch.ops.flexops
+    norms = call_lists(ops.lamb_moments_.default, (*lists, beta1, beta2, eps, weight_decay, maximize, grad_scale, found_inf), [], check)
+    args = (lists[0], *lists[2:], norms, number, beta1, beta2, eps, weight_decay, adapt, tensor, found_inf)
+    call_lists(ops.lamb_apply_.default, args, lists[0], check)
+
+
+def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
+    """``lists`` is what :func:`lamb_` takes, or without gradients."""
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps") if len(lists) == 5 else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
+    wanted: Lists = {label: (tensors, PARAM_DTYPES if label in ("params", "grads") else (torch.float32,)) for label, tensors in zip(names, lists, strict=True)}
+    check_lists(name, wanted, **scalars)
+
+
+def _update(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
+    count = step.double().reshape(())  # in float32, 1 - beta2 ** step would lose digits in the first steps
+    inverse1, inverse2 = (1 / (1 - beta1**count)).float(), (1 / (1 - beta2**count).sqrt()).float()
+    return exp_avg * inverse1 / (exp_avg_sq.sqrt() * inverse2 + eps) + weight_decay * value
+
+
+def _moments_reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> Tensor:
+    """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns ``[parameters, 2]``: the sums of squares of parameter and update."""
+    lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
+    _check("lamb_moments_", lists, grad_scale=grad_scale, found_inf=found_inf)
+    writer = Writer(found_inf)
+    norms = []
+    for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
+        writer.put(steps, steps + 1)
+        grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
+        writer.put(exp_avg, exp_avg * beta1 + grad * (1 - beta1))
+        writer.put(exp_avg_sq, exp_avg_sq * beta2 + (1 - beta2) * grad * grad)
+        update = _update(value, exp_avg, exp_avg_sq, steps, beta1, beta2, eps, weight_decay)
+        norms.append(torch.stack([value.square().sum(), update.square().sum()]))
+    result = torch.stack(norms)
+    return result if found_inf is None else torch.where(found_inf.reshape(()) != 0, 0.0, result)
+
+
+def _apply_reference(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adapt: bool,
+    lr_tensor: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    lists = [params, exp_avgs, exp_avg_sqs, state_steps]
+    _check("lamb_apply_", lists, lr=lr_tensor, found_inf=found_inf)
+    if norms.dtype != torch.float32 or norms.shape != (len(params), 2):
+        raise ValueError(f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got {norms.dtype} {list(norms.shape)}")
+    rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
+    writer = Writer(found_inf)
+    for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
+        value = param.float()
+        update = _update(value, exp_avg, exp_avg_sq, step, beta1, beta2, eps, weight_decay)
+        of_param, of_update = norms[i].sqrt().unbind()
+        ratio = torch.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0) if adapt else 1.0
+        writer.put(param, value - rate * ratio * update)
+
+
+def _moments_fake(params: list[Tensor], *_: Any) -> Tensor:
+    return params[0].new_empty((len(params), 2), dtype=torch.float32)
+
+
+define("lamb", _MOMENTS, _moments_reference, _moments_fake)
+define("lamb", _APPLY, _apply_reference, nothing)
+
+
+def self_check(device: str) -> float:
+    """Three steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference.
+
+    For ``flexops doctor``. A step is of size 0.1, so a wrong formula shows as 0.01 and more, rounding as 1e-6.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
+    results = []
+    passes: tuple[Any, Any] = ((torch.ops.flexops.lamb_moments_, torch.ops.flexops.lamb_apply_), (_moments_reference, _apply_reference))
+    for moments, apply in passes:
+        param, m, v, count = params.clone(), torch.zeros_like(params), torch.zeros_like(params), torch.zeros((), device=device)
+        for grad in grads:
+            norms = moments([param], [grad], [m], [v], [count], 0.9, 0.999, 1e-6, 0.1, False, None, None)
+            apply([param], [m], [v], [count], norms, 0.1, 0.9, 0.999, 1e-6, 0.1, True, None, None)
+        results.append(torch.stack([param, m, v]))
+    return float((results[0] - results[1]).abs().max())

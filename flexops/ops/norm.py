@@ -1,0 +1,565 @@
+"""Layer norm and RMS norm over the last dimension, with the residual's addition or the result's quantization in the same pass.
+
+With ``N`` the last dimension's size (1 to 65536), in float32::
+
+    layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)    y = (x - mean) * rstd * weight + bias
+    RMS norm                          rstd = 1 / sqrt(sum(x**2) / N + eps)             y = x * rstd * weight
+
+``x`` is float32, float16 or bfloat16, and so is ``y``; weight and bias may have another of these dtypes (float32 parameters with bfloat16 data need
+no casts). All arithmetic is in float32 and rounded once, at the end: also where torch rounds between the steps. Inside ``torch.autocast`` nothing is
+cast: operators take the dtypes that they are given.
+
+The ``add_`` variants normalize ``new_residual = x + residual``, rounded to residual's dtype, and return it as well; their backward adds the
+gradients of both results in one pass. Gradients are the same bits every time. They can be had once: a gradient of a gradient raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._register import call, define
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int8, torch.float8_e4m3fn)
+_MOST_COLUMNS = 65536
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dimension: what ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`` gives, rounded once.
+
+    Args:
+        x: ``[..., N]``, float32, float16 or bfloat16, N from 1 to 65536, any strides; may have no rows.
+        weight: ``[N]``, of any of these dtypes; None is ones.
+        bias: ``[N]``, of any of these dtypes; None is zeros.
+        eps: added to the variance; at least 0.
+
+    Returns:
+        ``y``, a contiguous tensor of x's shape and dtype. A row with a NaN or an infinity is all NaN.
+
+    Raises:
+        TypeError: a dtype is not as above, or an argument is no tensor.
+        ValueError: shapes or devices do not fit, or N or eps is out of range.
+    """
+    y: Tensor = _call("layer_norm", _LAYER_NORM, (x, weight, bias, eps), (x, None, weight, bias, eps))[0]
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the last dimension: what ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)`` gives, rounded once.
+
+    Args:
+        x: ``[..., N]``, float32, float16 or bfloat16, N from 1 to 65536, any strides; may have no rows.
+        weight: ``[N]``, of any of these dtypes; None is ones.
+        eps: added to the mean square; at least 0. (torch's default, None, is ``torch.finfo(x.dtype).eps``.)
+
+    Returns:
+        ``y``, a contiguous tensor of x's shape and dtype. A row with a NaN is all NaN; one with an infinity has NaN there and 0 elsewhere.
+
+    Raises:
+        TypeError, ValueError: as :func:`layer_norm`.
+    """
+    y: Tensor = _call("rms_norm", _RMS_NORM, (x, weight, eps), (x, None, weight, None, eps))[0]
+    return y
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """``new_residual = x + residual`` and its layer norm, in one pass over memory.
+
+    Args:
+        x: as :func:`layer_norm`'s.
+        residual: of x's shape, float32, float16 or bfloat16. A float32 residual may go with a bfloat16 x.
+        weight, bias, eps: as :func:`layer_norm`'s.
+
+    Returns:
+        ``(y, new_residual)``: contiguous, of x's shape; ``y`` of x's dtype, ``new_residual`` of residual's. It is the rounded ``new_residual`` that
+        is normalized.
+
+    Raises:
+        TypeError, ValueError: as :func:`layer_norm`.
+    """
+    arguments = (x, residual, weight, bias, eps)
+    y, new_residual, _ = _call("add_layer_norm", _ADD_LAYER_NORM, arguments, arguments)
+    return y, new_residual
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """``new_residual = x + residual`` and its RMS norm, in one pass over memory.
+
+    Args:
+        x: as :func:`rms_norm`'s.
+        residual: of x's shape, float32, float16 or bfloat16. A float32 residual may go with a bfloat16 x.
+        weight, eps: as :func:`rms_norm`'s.
+
+    Returns:
+        ``(y, new_residual)``: contiguous, of x's shape; ``y`` of x's dtype, ``new_residual`` of residual's. It is the rounded ``new_residual`` that
+        is normalized.
+
+    Raises:
+        TypeError, ValueError: as :func:`layer_norm`.
+    """
+    y, new_residual, _ = _call("add_rms_norm", _ADD_RMS_NORM, (x, residual, weight, eps), (x, residual, weight, None, eps))
+    return y, new_residual
+
+
+def rms_norm_quantized(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype = torch.int8, residual: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """RMS norm whose result is written as 8-bit codes with a scale a row: the input of an int8 or fp8 matrix product, in one pass.
+
+    With ``y`` the norm in float32 (it is not rounded to x's dtype first) and ``top`` 127 or 448::
+
+        scale = max(|y|) / top, at least 2**-126; 1 if y is all zeros
+        code  = y * (1 / scale), rounded to nearest even
+        y     = code * scale, as nearly as 8 bits can tell
+
+    A row that holds a NaN or an infinity has codes 0 and a scale of NaN, so that all of it comes back as NaN.
+
+    Args:
+        x, weight, eps: as :func:`rms_norm`'s.
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+        residual: as :func:`add_rms_norm`'s; None to leave the addition out.
+
+    Returns:
+        ``(values, scales)``, or ``(values, scales, new_residual)`` with a residual: the codes, of ``dtype`` and x's shape; scales, float32
+        ``[..., 1]``, which is what ``torch._scaled_mm`` takes for a 2-dimensional ``x``; ``x + residual``, of residual's dtype. All contiguous.
+
+    Raises:
+        TypeError, ValueError: as :func:`layer_norm`; ``dtype`` is another one.
+
+    Not differentiable: results do not require gradients.
+    """
+    _check("rms_norm_quantized", x, residual, weight, None, eps)
+    if dtype not in _CODES:
+        raise TypeError(f"flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
+    x, weight = _detached(x), None if weight is None else _detached(weight)
+    results: tuple[Tensor, ...] = (
+        torch.ops.flexops.rms_norm_quantized(x, weight, eps, dtype)
+        if residual is None
+        else torch.ops.flexops.add_rms_norm_quantized(x, _detached(residual), weight, eps, dtype)
+    )
+    return results
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _call(name: str, op: Any, arguments: tuple[Any, ...], checked: tuple[Any, ...]) -> Any:
+    """What ``op`` gives. Its kernels check the arguments, in less time than it takes here; only what they refuse is looked at here, for its wording."""
+    if torch.compiler.is_compiling():
+        _check(name, *checked)
+        return op(*arguments)
+    try:
+        return call(op, *arguments)
+    except Exception:
+        _check(name, *checked)
+        raise
+
+
+def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    """Raises if an argument is not as the public functions say."""
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() == 0 or not 1 <= x.shape[-1] <= _MOST_COLUMNS:
+        _refuse_x(name, x)
+    if (residual is not None or name.startswith("add")) and not _is_residual(residual, x):
+        _refuse(name, "residual", residual, x, x.shape)
+    if weight is not None and not _is_parameter(weight, x):
+        _refuse(name, "weight", weight, x, x.shape[-1:])
+    if bias is not None and not _is_parameter(bias, x):
+        _refuse(name, "bias", bias, x, x.shape[-1:])
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"flexops.{name}: eps must be a number, got {type(eps).__name__}")
+    if not eps >= 0:
+        raise ValueError(f"flexops.{name}: eps must be at least 0, got {eps}")
+
+
+def _check_reference(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    """The same, but references take float64 too: derivatives are checked with it."""
+    if x.dtype != torch.float64:
+        _check(name, x, residual, weight, bias, eps)
+
+
+def _is_parameter(parameter: Tensor, x: Tensor) -> bool:
+    return (
+        isinstance(parameter, Tensor)
+        and parameter.dtype in _DTYPES
+        and parameter.dim() == 1
+        and parameter.shape[0] == x.shape[-1]
+        and parameter.device == x.device
+    )
+
+
+def _is_residual(residual: Any, x: Tensor) -> bool:
+    return isinstance(residual, Tensor) and residual.dtype in _DTYPES and residual.shape == x.shape and residual.device == x.device
+
+
+def _refuse_x(name: str, x: Any) -> None:
+    where = f"flexops.{name}: x"
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        raise TypeError(f"{where} must be a float32, float16 or bfloat16 tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError(f"{where} must have at least one dimension, got a scalar")
+    raise ValueError(f"{where}'s last dimension must be from 1 to {_MOST_COLUMNS}, got shape {tuple(x.shape)}")
+
+
+def _refuse(name: str, argument: str, tensor: Any, x: Tensor, shape: torch.Size) -> None:
+    where = f"flexops.{name}: {argument}"
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{where} must be a float32, float16 or bfloat16 tensor, got {found}")
+    if tensor.shape != shape:
+        raise ValueError(f"{where} must have shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
+    raise ValueError(f"{where} must be on x's device, {x.device}, got {tensor.device}")
+
+
+# ---- references: float32 inside, float64 for float64 -----------------------------------------------------------------------------------------
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """The unrounded result and the rows' statistics: means and reciprocal deviations ``[2, ...]`` if centered, else the latter alone."""
+    wide = _widen(x)
+    mean = wide.mean(-1, keepdim=True) if centered else wide.new_zeros(())
+    rstd = (wide - mean).square().mean(-1, keepdim=True).add(eps).sqrt().reciprocal()
+    y = (wide - mean) * rstd
+    if weight is not None:
+        y = y * _widen(weight)
+    if bias is not None:
+        y = y + _widen(bias)
+    return y, torch.stack([mean.squeeze(-1), rstd.squeeze(-1)]) if centered else rstd.squeeze(-1).contiguous()
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    return (_widen(x) + _widen(residual)).to(residual.dtype).contiguous()
+
+
+def _layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check_reference("layer_norm", x, None, weight, bias, eps)
+    y, statistics = _normalize(x, weight, bias, eps, True)
+    return y.to(x.dtype).contiguous(), statistics
+
+
+def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check_reference("rms_norm", x, None, weight, None, eps)
+    y, statistics = _normalize(x, weight, None, eps, False)
+    return y.to(x.dtype).contiguous(), statistics
+
+
+def _add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    _check_reference("add_layer_norm", x, residual, weight, bias, eps)
+    new_residual = _add(x, residual)
+    y, statistics = _normalize(new_residual, weight, bias, eps, True)
+    return y.to(x.dtype).contiguous(), new_residual, statistics
+
+
+def _add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    _check_reference("add_rms_norm", x, residual, weight, None, eps)
+    new_residual = _add(x, residual)
+    y, statistics = _normalize(new_residual, weight, None, eps, False)
+    return y.to(x.dtype).contiguous(), new_residual, statistics
+
+
+def _encode(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    top = 127.0 if dtype == torch.int8 else 448.0
+    largest = y.abs().amax(-1, keepdim=True)
+    broken = ~largest.isfinite()
+    most = torch.full_like(largest, top)  # dividing by a plain number, torch multiplies by its reciprocal on a GPU
+    scales = (largest / most).clamp(min=_LEAST_SCALE).masked_fill(largest == 0, 1.0).masked_fill(broken, torch.nan)
+    codes = (y * scales.reciprocal()).clamp(-top, top).masked_fill(broken, 0.0)
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype).contiguous(), scales.float().contiguous()
+
+
+def _rms_norm_quantized_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _encode(_normalize(x, weight, None, eps, False)[0], dtype)
+
+
+def _add_rms_norm_quantized_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    new_residual = _add(x, residual)
+    return *_encode(_normalize(new_residual, weight, None, eps, False)[0], dtype), new_residual
+
+
+def _differentiate(
+    grad: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what was normalized, of weight and of bias; not rounded."""
+    wide, rstd = _widen(grad), rstd.unsqueeze(-1)
+    unit = (_widen(x) if mean is None else _widen(x) - mean.unsqueeze(-1)) * rstd
+    scaled = wide if weight is None else wide * _widen(weight)
+    grad_x = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
+    if mean is not None:
+        grad_x = grad_x - scaled.mean(-1, keepdim=True)
+    grad_x = grad_x * rstd
+    if grad_residual is not None:
+        grad_x = grad_x + _widen(grad_residual)
+    columns = x.shape[-1]
+    return grad_x, (wide * unit).reshape(-1, columns).sum(0), wide.reshape(-1, columns).sum(0)
+
+
+def _layer_norm_backward_reference(
+    grad: Tensor,
+    grad_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_weight, grad_bias = _differentiate(grad, grad_residual, x, weight, statistics[0], statistics[1])
+    weight_dtype = torch.float32 if weight is None else weight.dtype
+    return (
+        _kept(grad_x, need_x, x.dtype),
+        _kept(grad_weight, need_weight and weight is not None, weight_dtype),
+        _kept(grad_bias, need_bias, bias_dtype),
+    )
+
+
+def _rms_norm_backward_reference(
+    grad: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, statistics: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight, _ = _differentiate(grad, grad_residual, x, weight, None, statistics)
+    weight_dtype = torch.float32 if weight is None else weight.dtype
+    return _kept(grad_x, need_x, x.dtype), _kept(grad_weight, need_weight and weight is not None, weight_dtype)
+
+
+def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
+    return gradient.to(dtype).contiguous() if needed else gradient.new_empty(0, dtype=dtype)
+
+
+# ---- fake kernels ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype or x.dtype)
+
+
+def _statistics(x: Tensor, centered: bool) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty([2, *x.shape[:-1]] if centered else x.shape[:-1], dtype=dtype)
+
+
+def _scales(x: Tensor) -> Tensor:
+    return x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
+
+
+def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check_reference("layer_norm", x, None, weight, bias, eps)
+    return _like(x), _statistics(x, True)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check_reference("rms_norm", x, None, weight, None, eps)
+    return _like(x), _statistics(x, False)
+
+
+def _add_layer_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    _check_reference("add_layer_norm", x, residual, weight, bias, eps)
+    return _like(x), _like(residual), _statistics(residual, True)
+
+
+def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    _check_reference("add_rms_norm", x, residual, weight, None, eps)
+    return _like(x), _like(residual), _statistics(residual, False)
+
+
+def _rms_norm_quantized_fake(x: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _like(x, dtype), _scales(x)
+
+
+def _add_rms_norm_quantized_fake(x: Tensor, residual: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x, dtype), _scales(x), _like(residual)
+
+
+def _gradient_fake(of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    if of is None or not needed:
+        return like.new_empty(0, dtype=dtype if of is None else of.dtype)
+    return like.new_empty(of.shape, dtype=of.dtype)
+
+
+def _layer_norm_backward_fake(
+    _grad: Tensor,
+    _grad_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    _statistics: Tensor,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = x.new_empty(x.shape[-1] if need_bias else 0, dtype=bias_dtype)
+    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight), grad_bias
+
+
+def _rms_norm_backward_fake(
+    _grad: Tensor, _grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, _statistics: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _save_layer_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    x, weight, bias, _ = arguments
+    _save(ctx, x, x, weight, bias, results[1])
+
+
+def _save_add_layer_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    x, _, weight, bias, _ = arguments
+    _save(ctx, x, results[1], weight, bias, results[2])
+
+
+def _save_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    _save(ctx, arguments[0], arguments[0], arguments[1], None, results[1])
+
+
+def _save_add_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    _save(ctx, arguments[0], results[1], arguments[2], None, results[2])
+
+
+def _save(ctx: Any, x: Tensor, normalized: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> None:
+    ctx.save_for_backward(normalized, weight, statistics)
+    ctx.mark_non_differentiable(statistics)
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, torch.float32 if bias is None else bias.dtype
+
+
+def _layer_gradients(
+    ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of what was normalized, of weight and of bias; None for what is not needed."""
+    if grad is None:
+        return grad_residual, None, None
+    x, weight, statistics = ctx.saved_tensors
+    arguments = (grad, grad_residual, x, weight, statistics, need_x, need_weight, need_bias, ctx.bias_dtype)
+    grad_x, grad_weight, grad_bias = _LAYER_NORM_BACKWARD(*arguments)
+    return grad_x if need_x else None, grad_weight if need_weight else None, grad_bias if need_bias else None
+
+
+def _rms_gradients(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, need_x: bool, need_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+    if grad is None:
+        return grad_residual, None
+    x, weight, statistics = ctx.saved_tensors
+    grad_x, grad_weight = _RMS_NORM_BACKWARD(grad, grad_residual, x, weight, statistics, need_x, need_weight)
+    return grad_x if need_x else None, grad_weight if need_weight else None
+
+
+def _layer_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    return *_layer_gradients(ctx, grad, None, *ctx.needs_input_grad[:3]), None
+
+
+def _rms_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    return *_rms_gradients(ctx, grad, None, *ctx.needs_input_grad[:2]), None
+
+
+def _add_layer_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, _: Any) -> tuple[Any, ...]:
+    x, residual, weight, bias, _eps = ctx.needs_input_grad
+    total, grad_weight, grad_bias = _layer_gradients(ctx, grad, grad_residual, x or residual, weight, bias)
+    return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, grad_bias, None
+
+
+def _add_rms_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, _: Any) -> tuple[Any, ...]:
+    x, residual, weight, _eps = ctx.needs_input_grad
+    total, grad_weight = _rms_gradients(ctx, grad, grad_residual, x or residual, weight)
+    return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, None
+
+
+def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
+    return total if total is None or total.dtype == ctx.x_dtype else total.to(ctx.x_dtype)
+
+
+_BACKWARD = "(Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, "
+define(
+    "norm",
+    f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+    _layer_norm_backward_reference,
+    _layer_norm_backward_fake,
+)
+define(
+    "norm",
+    f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor, Tensor)",
+    _rms_norm_backward_reference,
+    _rms_norm_backward_fake,
+)
+define(
+    "norm",
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+    _layer_norm_reference,
+    _layer_norm_fake,
+    setup_context=_save_layer_norm,
+    backward=_layer_norm_gradient,
+)
+define(
+    "norm",
+    "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+    _rms_norm_reference,
+    _rms_norm_fake,
+    setup_context=_save_rms_norm,
+    backward=_rms_norm_gradient,
+)
+define(
+    "norm",
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    _add_layer_norm_reference,
+    _add_layer_norm_fake,
+    setup_context=_save_add_layer_norm,
+    backward=_add_layer_norm_gradient,
+)
+define(
+    "norm",
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
+    _add_rms_norm_reference,
+    _add_rms_norm_fake,
+    setup_context=_save_add_rms_norm,
+    backward=_add_rms_norm_gradient,
+)
+define(
+    "norm",
+    "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
+    _rms_norm_quantized_reference,
+    _rms_norm_quantized_fake,
+)
+define(
+    "norm",
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _add_rms_norm_quantized_reference,
+    _add_rms_norm_quantized_fake,
+)
+_LAYER_NORM, _LAYER_NORM_BACKWARD = torch.ops.flexops.layer_norm.default, torch.ops.flexops.layer_norm_backward.default
+_RMS_NORM, _RMS_NORM_BACKWARD = torch.ops.flexops.rms_norm.default, torch.ops.flexops.rms_norm_backward.default
+_ADD_LAYER_NORM, _ADD_RMS_NORM = torch.ops.flexops.add_layer_norm.default, torch.ops.flexops.add_rms_norm.default
+
+
+def self_check(device: str) -> float:
+    """Random rows normalized, and their gradients, by whatever kernels calls reach on ``device`` and by the reference.
+
+    For ``flexops doctor``. Returns the largest difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, residual, grad = (torch.randn(33, 192, generator=generator).to(device) for _ in range(3))
+    weight, bias = (torch.randn(192, generator=generator).to(device) for _ in range(2))
+    ops, worst = torch.ops.flexops, 0.0
+
+    def compare(op: Any, reference: Any, *arguments: Any) -> Any:
+        nonlocal worst
+        results = op(*arguments)
+        for result, expected in zip(results, reference(*arguments), strict=True):
+            worst = max(worst, float((result.float() - expected.float()).abs().max()))
+        return results
+
+    with torch.no_grad():
+        _, total, statistics = compare(ops.add_layer_norm, _add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+        compare(ops.layer_norm_backward, _layer_norm_backward_reference, grad, x, total, weight, statistics, True, True, True, torch.float32)
+        _, statistics = compare(ops.rms_norm, _rms_norm_reference, x, weight, 1e-6)
+        compare(ops.rms_norm_backward, _rms_norm_backward_reference, grad, None, x, weight, statistics, True, True)
+    return worst

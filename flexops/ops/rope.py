@@ -1,0 +1,286 @@
+"""Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
+
+With ``c = cos[p]`` and ``s = sin[p]`` at position ``p``, and pairs ``(x, y)`` of elements of a head::
+
+    x' = x c - y s        y' = y c + x s
+
+The i-th pair is elements ``(i, i + rotary_dim / 2)`` in the half layout (GPT-NeoX, Llama in transformers), ``(2 i, 2 i + 1)`` in the interleaved one
+(RoFormer, GPT-J, Llama as released). Elements from ``rotary_dim`` on stay as they are. The arithmetic is float32, rounded once.
+
+The backward pass is the rotation by the negative angle, of the gradients: no activation is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ._register import call, define
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rotary_embedding(
+    query: Tensor, key: None, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, None]: ...
+def rotary_embedding(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate ``query`` and ``key`` by their positions, in one launch. Formulas: see the module.
+
+    Args:
+        query: float32, bfloat16 or float16, ``[batch, heads, length, head_dim]``, any strides: a ``[batch, length, heads, head_dim]`` projection
+            goes in as ``.transpose(1, 2)``, a slice of a packed one as it is, and neither is copied.
+        key: like ``query``, with any number of heads; or None.
+        cos: ``[max_positions, rotary_dim / 2]``, float32, bfloat16 or float16, whatever query's dtype; ``rotary_dim <= head_dim``. Where a model
+            holds each number twice, pass ``cos[:, : rotary_dim // 2]`` (half layout) or ``cos[:, ::2]`` (interleaved).
+        sin: like ``cos``.
+        positions: int64 or int32, ``[length]`` or ``[batch, length]``: the rows of ``cos`` and ``sin``. None stands for 0, 1, 2, ... A position
+            outside the tables gives NaN.
+        interleaved: pairs are neighbours; else they are half of ``rotary_dim`` apart.
+        inplace: write the results over ``query`` and ``key``, and return these. Elements from ``rotary_dim`` on are then not touched at all.
+            If they require gradients, torch's rules for operations in place hold: no leaves, no views that come from ``split``, ``chunk`` or
+            ``unbind``.
+
+    Returns:
+        the rotated ``(query, key)``, key None if it was. Unless in place, they are dense, in memory ordered by length and then heads if the
+        input's heads are closer to each other than its positions, else by heads and then length. Differentiable, once, with respect to
+        ``query`` and ``key``.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to be written in place is broadcast.
+    """
+    _check(query, key, cos, sin, positions)
+    if not inplace:
+        results = call(_rotate, query, key, cos, sin, positions, interleaved, False)
+        return results[0], None if key is None else results[1]
+    _check_writable(query, key)
+    _rotate_in_place(query, key, cos, sin, positions, interleaved)
+    return query, key
+
+
+def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
+    wanted = [x for x in (query, key) if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
+    if not wanted:
+        with torch._C._AutoDispatchBelowAutograd() if not torch.compiler.is_compiling() else torch.no_grad():
+            _rotate_(query, key, cos, sin, positions, interleaved, False)
+    elif torch.compiler.is_compiling():  # the compiler makes it in place, or better
+        for x, result in zip((query, key), _rotate(query, key, cos, sin, positions, interleaved, False), strict=True):
+            if x is not None:
+                x.copy_(result)
+    else:  # one by one, because torch allows views that are written in place only if they are the one result
+        for x in (query, key):
+            if x is not None:
+                _InPlace.apply(x, cos, sin, positions, interleaved)
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            _rotate_(x, None, cos, sin, positions, interleaved, False)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.interleaved = interleaved
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, positions = ctx.saved_tensors
+        return _rotate(grad, None, cos, sin, positions, ctx.interleaved, True)[0], None, None, None, None
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _fail(message: str, error: type[Exception] = ValueError) -> None:
+    raise error(f"flexops.rotary_embedding: {message}")
+
+
+def _check_float(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in _FLOAT_DTYPES:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        _fail(f"{name} must be a float32, bfloat16 or float16 tensor, got {got}", TypeError)
+
+
+def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+    _check_float("query", query)
+    _check_float("cos", cos)
+    shape, table = query.shape, cos.shape
+    if len(shape) != 4:
+        _fail(f"query must have shape [batch, heads, length, head_dim], got {list(shape)}")
+    if len(table) != 2 or 2 * table[1] > shape[3]:
+        _fail(f"cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's head_dim, {shape[3]}, got {list(table)}")
+    if not isinstance(sin, Tensor) or sin.dtype != cos.dtype:
+        _fail(f"sin must be a {cos.dtype} tensor, as cos, got {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}", TypeError)
+    if sin.shape != table:
+        _fail(f"sin must have cos's shape {list(table)}, got {list(sin.shape)}")
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        _fail(f"{'cos' if cos.requires_grad else 'sin'} must not require a gradient: there is none for it")
+    if key is not None:
+        _check_key(query.dtype, shape, key)
+    if positions is not None:
+        _check_positions(shape, positions)
+    elif table[0] < shape[2]:
+        _fail(f"cos must have a row for each of query's {shape[2]} positions if positions is None, got {list(table)}")
+
+
+def _check_key(dtype: torch.dtype, query: torch.Size, key: Tensor) -> None:
+    if not isinstance(key, Tensor) or key.dtype != dtype:
+        _fail(f"key must be a {dtype} tensor, as query, or None, got {key.dtype if isinstance(key, Tensor) else type(key).__name__}", TypeError)
+    shape = key.shape
+    if len(shape) != 4 or shape[0] != query[0] or shape[2:] != query[2:]:
+        _fail(f"key must have shape [{query[0]}, any, {query[2]}, {query[3]}], as query, got {list(shape)}")
+
+
+def _check_positions(query: torch.Size, positions: Tensor) -> None:
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        _fail(f"positions must be an int64 or int32 tensor or None, got {got}", TypeError)
+    batch, _, length, _ = query
+    if not (positions.dim() == 1 or (positions.dim() == 2 and positions.size(0) == batch)) or positions.size(-1) != length:
+        _fail(f"positions must have shape [{length}] or [{batch}, {length}], as query's length and batch, got {list(positions.shape)}")
+
+
+def _check_writable(query: Tensor, key: Tensor | None) -> None:
+    for name, x in (("query", query), ("key", key)):
+        if x is not None and any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            _fail(f"{name} must not be broadcast if inplace is True, since it is written; got strides {x.stride()}")
+
+
+# ---- the reference: plain PyTorch ------------------------------------------------------------------------------------------------------------
+
+
+def _angles(table: Tensor, query: Tensor, positions: Tensor | None) -> Tensor:
+    """``[batch or 1, 1, length, rotary_dim / 2]``, NaN outside the table."""
+    wide = table if query.dtype == torch.float64 else table.float()
+    if positions is None:
+        return wide[None, None, : query.shape[2]]
+    known = (positions >= 0) & (positions < table.shape[0])
+    if table.shape[0] == 0:
+        rows = wide.new_zeros(*positions.shape, table.shape[1])
+    else:
+        rows = wide[torch.where(known, positions, 0).long()]
+    rows = torch.where(known[..., None], rows, torch.nan)
+    return rows[:, None] if positions.dim() == 2 else rows[None, None]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The part of ``x`` that is rotated."""
+    wide = x[..., : 2 * cos.shape[-1]]
+    wide = wide if x.dtype == torch.float64 else wide.float()
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = wide[..., : cos.shape[-1]], wide[..., cos.shape[-1] :]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return (torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)).to(x.dtype)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Dense, ordered by length and heads if x is, else by heads and length."""
+    batch, heads, length, head_dim = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    return x.new_empty(batch, heads, length, head_dim)
+
+
+def _reference(
+    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
+    results = []
+    for x in (query,) if key is None else (query, key):
+        out = _empty_like(x)
+        out[..., : 2 * cos.shape[1]] = _rotated(x, c, s, interleaved)
+        out[..., 2 * cos.shape[1] :] = x[..., 2 * cos.shape[1] :]
+        results.append(out)
+    return results[0], query.new_empty(0) if key is None else results[1]
+
+
+def _reference_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool) -> None:
+    c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
+    for x in (query,) if key is None else (query, key):
+        x[..., : 2 * cos.shape[1]] = _rotated(x, c, s, interleaved)
+
+
+def _fake(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_like(query), query.new_empty(0) if key is None else _empty_like(key)
+
+
+def _fake_in_place(*_: Any) -> None:
+    return None
+
+
+def _keep(ctx: Any, args: tuple[Any, ...], _: tuple[Tensor, Tensor]) -> None:
+    cos, sin, positions, interleaved, inverse = args[2:]
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.layout = (interleaved, not inverse)
+
+
+def _backward(ctx: Any, query: Tensor | None, key: Tensor | None) -> tuple[Tensor | None, ...]:
+    cos, sin, positions = ctx.saved_tensors
+    query = query if ctx.needs_input_grad[0] else None
+    key = key if ctx.needs_input_grad[1] else None
+    of_query = of_key = None
+    if query is not None and key is not None:
+        of_query, of_key = _rotate(query, key, cos, sin, positions, *ctx.layout)
+    elif query is not None:
+        of_query = _rotate(query, None, cos, sin, positions, *ctx.layout)[0]
+    elif key is not None:
+        of_key = _rotate(key, None, cos, sin, positions, *ctx.layout)[0]
+    return of_query, of_key, None, None, None, None, None
+
+
+define(
+    "rope",
+    "rotary_embedding(Tensor query, Tensor? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> (Tensor, Tensor)",
+    _reference,
+    _fake,
+    setup_context=_keep,
+    backward=_backward,
+)
+define(
+    "rope",
+    "rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> ()",
+    _reference_in_place,
+    _fake_in_place,
+)
+
+_rotate = torch.ops.flexops.rotary_embedding.default
+_rotate_ = torch.ops.flexops.rotary_embedding_.default
+
+
+def self_check(device: str) -> float:
+    """Both layouts, a partial rotary dimension and grouped heads on random numbers of size 1, by whatever kernels calls reach on ``device`` and by
+    the reference.
+
+    For ``flexops doctor``. Returns the largest difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 37, 64, generator=generator).to(device) for heads in (4, 2))
+    angle = (torch.rand(50, 24, generator=generator) * 6.3).to(device)
+    positions = torch.randint(0, 50, (2, 37), generator=generator).to(device)
+    worst = 0.0
+    with torch.no_grad():
+        for interleaved in (False, True):
+            arguments = (query, key, angle.cos(), angle.sin(), positions, interleaved, False)
+            for actual, expected in zip(_rotate(*arguments), _reference(*arguments), strict=True):
+                worst = max(worst, float((actual - expected).abs().max()))
+    return worst

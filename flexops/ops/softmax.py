@@ -1,0 +1,225 @@
+"""Softmax over the last dimension, fused with the scaling and the masking that attention puts before it.
+
+With ``s = x * scale``, and ``s + mask`` where the mask is a float one, over the elements that take part::
+
+    y = exp(s - max(s)) / sum(exp(s - max(s)))
+
+and 0 for the others. Everything is computed in float32 and rounded once, to the dtype of ``x``. Two things are defined here that a chain of torch's
+operations leaves to chance:
+
+- A row in which no element takes part (all masked out, or all ``s`` are ``-inf``) gives zeros, and zeros as its gradient; torch's softmax gives NaN.
+- What a boolean mask or causality leaves out is not looked at: a NaN there harms nobody. A NaN or ``+inf`` that takes part makes its row NaN (but not
+  what is beyond a causal row's end, which is 0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._register import call, define
+
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MASK_DTYPES = (torch.bool, *_FLOAT_DTYPES)
+
+
+def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """``softmax(x * scale + mask)`` over the last dimension, in one pass over memory.
+
+    Args:
+        x: ``[..., length]``, float32, float16 or bfloat16, at least one dimension, any strides; may be empty. ``length`` is at most 2**30.
+        mask: None, or a tensor that can be broadcast to the shape of ``x``; it is never expanded in memory. As in
+            ``torch.nn.functional.scaled_dot_product_attention``, **a boolean mask is True where an element takes part**; a float32, float16 or
+            bfloat16 one is added, so ``-inf`` leaves out.
+        scale: what ``x`` is multiplied by first; any float.
+
+    Returns:
+        a contiguous tensor of the shape and dtype of ``x``. Rows in which nothing takes part are zeros (see the module).
+
+    Raises:
+        TypeError: ``x`` or ``mask`` is no tensor of the dtypes above.
+        ValueError: shapes or devices do not fit each other.
+
+    Differentiable once, with respect to ``x`` and to a float ``mask``: the gradient of ``x`` is ``scale * y * (g - sum(g * y))``, computed in
+    float32 from the rounded ``y``, which is all that is kept for the backward pass. The mask's is the same without the scale, summed over the
+    dimensions that it was broadcast along. Under autocast the dtype of ``x`` is kept.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or x.dim() == 0:
+        raise _wrong_input("flexops.scaled_masked_softmax:", x)
+    if mask is not None:
+        _check_mask(x, mask)
+    result: Tensor = call(_MASKED, x, mask, scale)
+    return result
+
+
+def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
+    """``softmax(x * scale)`` over the keys that each query may see, for scores ``[..., queries, keys]``.
+
+    Query ``i`` sees the keys up to ``i + (keys - queries)``: the last query sees all of them, as in decoding with a cache (the triangle is at the
+    lower right). With more queries than keys the first ones see nothing, and are zeros. Scores beyond are not read, results there are 0.
+
+    Args:
+        x: at least two dimensions, float32, float16 or bfloat16, any strides; may be empty. ``keys`` is at most 2**30.
+        scale: what ``x`` is multiplied by first; any float.
+
+    Returns:
+        a contiguous tensor of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor of these dtypes.
+        ValueError: ``x`` has less than two dimensions.
+
+    Differentiable once. For anything else than this triangle there is :func:`scaled_masked_softmax`.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or x.dim() < 2:
+        raise _wrong_input("flexops.causal_softmax:", x, 2)
+    result: Tensor = call(_CAUSAL, x, scale)
+    return result
+
+
+def _wrong_input(where: str, x: object, dims: int = 1) -> Exception:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        return TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
+    least = "one dimension" if dims == 1 else "two dimensions, queries and keys"
+    return ValueError(f"{where} x must have at least {least}, got shape {tuple(x.shape)}")
+
+
+def _check_mask(x: Tensor, mask: Tensor) -> None:
+    where = "flexops.scaled_masked_softmax:"
+    if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}")
+    if mask.device != x.device:
+        raise ValueError(f"{where} mask must be on x's device, {x.device}, got {mask.device}")
+    shape, target = mask.shape, x.shape
+    if shape == target:
+        return
+    missing = len(target) - len(shape)
+    if missing < 0 or any(size not in (1, wanted) for size, wanted in zip(shape, target[missing:], strict=True)):
+        raise ValueError(f"{where} mask must be broadcastable to x's shape {tuple(target)}, got {tuple(shape)}")
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """float32; float64 stays, for the reference's own check."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _softmax(s: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of scores that are scaled already."""
+    if keep is not None:
+        s = s.masked_fill(~keep, -torch.inf)
+    if s.numel() == 0:
+        return s.to(dtype)
+    highest = s.amax(-1, keepdim=True)
+    powers = torch.exp(s - highest.masked_fill(highest == -torch.inf, 0.0))
+    total = powers.sum(-1, keepdim=True)
+    return (powers / total.masked_fill(total == 0, 1.0)).to(dtype)
+
+
+def _scaled_masked_softmax_reference(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    s = x.to(_compute_dtype(x)) * scale
+    if mask is None or mask.dtype == torch.bool:
+        return _softmax(s, mask, x.dtype).contiguous()
+    return _softmax(s + mask, None, x.dtype).contiguous()
+
+
+def _visible(x: Tensor) -> Tensor:
+    """``[queries, keys]``: True where a query sees a key."""
+    queries, keys = x.shape[-2], x.shape[-1]
+    return torch.arange(keys, device=x.device) <= torch.arange(queries, device=x.device).unsqueeze(1) + (keys - queries)
+
+
+def _causal_softmax_reference(x: Tensor, scale: float) -> Tensor:
+    keep = _visible(x)
+    return _softmax(x.to(_compute_dtype(x)) * scale, keep, x.dtype).masked_fill(~keep, 0.0).contiguous()
+
+
+def _softmax_backward_reference(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    dtype = _compute_dtype(y)
+    g, p = grad.to(dtype), y.to(dtype)
+    beyond = ~_visible(y) if causal else None
+    if beyond is not None:
+        g = g.masked_fill(beyond, 0.0)
+    of_x = (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(y.dtype)
+    return (of_x if beyond is None else of_x.masked_fill(beyond, 0.0)).contiguous()
+
+
+def _forward_fake(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward_fake(_: Tensor, y: Tensor, *__: object) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+def _masked_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
+    _, mask, scale = args
+    ctx.save_for_backward(y)
+    ctx.scale, ctx.mask_like = scale, None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype)
+
+
+def _masked_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    (y,) = ctx.saved_tensors
+    needs_x, needs_mask, _ = ctx.needs_input_grad
+    scale: float = ctx.scale
+    backward = torch.ops.flexops.softmax_backward.default
+    of_x: Any = backward(grad, y, scale, False) if needs_x else None
+    if not needs_mask:
+        return of_x, None, None
+    shape, dtype = ctx.mask_like
+    of_scores: Tensor = of_x if needs_x and scale == 1.0 else backward(grad, y, 1.0, False)
+    return of_x, of_scores.sum_to_size(shape).to(dtype), None
+
+
+def _causal_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
+    ctx.save_for_backward(y)
+    ctx.scale = args[1]
+
+
+def _causal_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    return torch.ops.flexops.softmax_backward.default(grad, y, ctx.scale, True), None
+
+
+define(
+    "softmax",
+    "scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor",
+    _scaled_masked_softmax_reference,
+    _forward_fake,
+    setup_context=_masked_setup,
+    backward=_masked_backward,
+)
+define(
+    "softmax",
+    "causal_softmax(Tensor x, float scale) -> Tensor",
+    _causal_softmax_reference,
+    _forward_fake,
+    setup_context=_causal_setup,
+    backward=_causal_backward,
+)
+define("softmax", "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor", _softmax_backward_reference, _backward_fake)
+_MASKED, _CAUSAL = torch.ops.flexops.scaled_masked_softmax.default, torch.ops.flexops.causal_softmax.default  # looked up once: small calls feel it
+
+
+def self_check(device: str) -> float:
+    """Random scores with and without masks, forward and backward, by whatever kernels calls reach on ``device`` and by the reference.
+
+    For ``flexops doctor``. Returns the largest difference of the results.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(3, 5, 77, generator=generator).to(device) for _ in range(2))
+    keep = torch.rand(3, 1, 77, generator=generator).to(device) < 0.7
+    ops = torch.ops.flexops
+    worst = 0.0
+    for mask in (None, keep, torch.randn(5, 1, generator=generator).to(device)):
+        y, expected = ops.scaled_masked_softmax(x, mask, 1.5), _scaled_masked_softmax_reference(x, mask, 1.5)
+        worst = max(worst, float((y - expected).abs().max()))
+    y, expected = ops.causal_softmax(x, 1.5), _causal_softmax_reference(x, 1.5)
+    of_x, of_x_expected = ops.softmax_backward(grad, expected, 1.5, True), _softmax_backward_reference(grad, expected, 1.5, True)
+    return max(worst, float((y - expected).abs().max()), float((of_x - of_x_expected).abs().max()))

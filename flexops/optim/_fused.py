@@ -1,0 +1,244 @@
+"""What flexops' optimizers share: one call of an operator for all parameters of a group on one device, states in float32 or codes whatever the
+parameters are, state dicts that keep them, and DTensors, of which each rank steps its own part."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..ops._multi_tensor import split_lr
+
+_PLAIN_TYPES = {torch.nn.Parameter, Tensor}
+_is_sparse = operator.attrgetter("is_sparse")
+
+
+class Bucket:
+    """The tensors of one call: parameters of one group, on one device and of one kind."""
+
+    __slots__ = ("grads", "kind", "owners", "params", "states")
+
+    def __init__(self, kind: Hashable = None) -> None:
+        self.kind = kind
+        self.owners: list[Tensor] = []  # as the user knows them
+        self.params: list[Tensor] = []  # plain tensors, as are the others
+        self.grads: list[Tensor] = []
+        self.states: dict[str, list[Tensor]] = {}
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose step is one operator's.
+
+    A subclass tells the names of its states, makes them, and makes the step of a :class:`Bucket`.
+    """
+
+    # GradScaler then leaves unscaling, and skipping after an overflow, to step(): it sets grad_scale and found_inf before the call.
+    _step_supports_amp_scaling = True
+
+    _states: tuple[str, ...] = ()
+    """The states that a parameter may have."""
+
+    def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's states before its first step."""
+        raise NotImplementedError
+
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        raise NotImplementedError
+
+    _may_be_mixed = False  # once parameters were found to be on several devices, complex or the like
+
+    def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
+        """For each parameter, what must be equal for parameters to be stepped by one call."""
+        return [None] * len(params)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; parameters without a gradient are left alone.
+
+        Args:
+            closure: reevaluates the model and returns the loss, which is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            TypeError: a parameter or gradient is not float32, bfloat16 or float16 (or complex64, taken as pairs of float32).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            self._step_group(group, grad_scale, found_inf)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        def step(bucket: Bucket) -> None:
+            device = bucket.params[0].device
+            self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
+
+        for bucket in self._buckets(group):
+            try:
+                step(bucket)
+            except (RuntimeError, TypeError, NotImplementedError):
+                # To look at every parameter before every step would cost as much as the step. The operators look, before they touch anything.
+                if self._may_be_mixed or _is_uniform(bucket):
+                    raise
+                self._may_be_mixed = True
+                for part in self._split(bucket):
+                    step(part)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and steps move to their parameters' devices."""
+        seen: list[dict[str, Any]] = []
+        handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.append(final))  # the last hook sees what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        self._restore_precision(seen[-1])
+
+    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
+        """torch has cast the states to their parameters' dtypes, which throws digits (or the meaning of codes) away: take the saved ones."""
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for saved, param in zip(saved_group["params"], group["params"], strict=True):
+                for name, value in (self.state.get(param) or {}).items():
+                    if name == "step":
+                        self.state[param][name] = torch.as_tensor(value).to(device=param.device, dtype=torch.float32)
+                    elif isinstance(value, Tensor):
+                        original = state_dict["state"][saved][name]
+                        wanted = torch.float32 if original.is_floating_point() else original.dtype
+                        if value.dtype != wanted and not param.is_complex():
+                            self.state[param][name] = original.to(device=param.device, dtype=wanted, copy=True)
+
+    def _buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
+        """The group's parameters that have gradients, with everything that belongs to them."""
+        # With a thousand parameters this costs as much as their step on a GPU, so what every parameter goes through is a few comprehensions.
+        pairs = [(param, grad) for param in group["params"] if (grad := param.grad) is not None]
+        if not pairs:
+            return ()
+        every = self.state
+        params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
+        states = [every[param] or self._initialise(param, group) for param in params]
+        kinds = self._kinds(params, states)
+        buckets = [self._choose(kind, kinds, params, grads, states) for kind in dict.fromkeys(kinds)]
+        if self._may_be_mixed or not set(map(type, params)) | set(map(type, grads)) <= _PLAIN_TYPES:
+            return itertools.chain.from_iterable(map(self._split, buckets))
+        return buckets
+
+    def _choose(self, kind: Hashable, kinds: list[Hashable], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> Bucket:
+        """The bucket of one kind."""
+        chosen = [each == kind for each in kinds]
+        bucket = Bucket(kind)
+        bucket.owners = bucket.params = list(itertools.compress(params, chosen))
+        bucket.grads = list(itertools.compress(grads, chosen))
+        states = list(itertools.compress(states, chosen))
+        bucket.states = {name: [state[name] for state in states] for name in self._states if name in states[0]}
+        return bucket
+
+    def _initialise(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = cast(dict[str, Any], self.state[param])
+        state.update(self._make_state(param, group))
+        return state
+
+    def _split(self, mixed: Bucket) -> Iterable[Bucket]:
+        """Several devices, DTensors, complex numbers: one bucket for each device, of plain tensors."""
+        buckets: dict[torch.device, Bucket] = {}
+        for i, (param, grad) in enumerate(zip(mixed.params, mixed.grads, strict=True)):
+            if grad.layout != torch.strided:
+                theirs = "SparseAdam" if "Adam" in type(self).__name__ else "Adagrad"
+                raise RuntimeError(f"flexops.optim.{type(self).__name__} does not support sparse gradients; torch.optim.{theirs} does")
+            bucket = buckets.setdefault(param.device, Bucket(mixed.kind))
+            bucket.owners.append(param)
+            bucket.params.append(plain(param))
+            bucket.grads.append(plain(placed_like(grad, param)))
+            for name, states in mixed.states.items():
+                bucket.states.setdefault(name, []).append(plain(states[i]))
+        return buckets.values()
+
+
+def full_state(param: Tensor, value: float = 0.0) -> Tensor:
+    """A float32 state of the parameter's shape, layout and placement; of a complex parameter, complex."""
+    dtype = param.dtype if param.is_complex() else torch.float32
+    return torch.full_like(param, complex(value, value) if param.is_complex() else value, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def step_state(param: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
+def rate_for(lr: float | Tensor, bucket: Bucket) -> tuple[float, Tensor | None]:
+    """The learning rate as the ops take it: a number, or a tensor on the bucket's device that overrides the number."""
+    device = bucket.params[0].device
+    number, tensor = split_lr(lr, device.type == "cpu")
+    return number, _moved(tensor, device)
+
+
+def check_options(kind: str, lr: float | Tensor, betas: tuple[float, ...] = (), **not_negative: float) -> None:
+    """Raise ``ValueError`` if an option is out of range, in torch's words."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+    elif not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, (float, int)):
+            raise ValueError(f"flexops.optim.{kind}: betas must be floats, not tensors")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    for name, value in not_negative.items():
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {name} value: {value}")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, of a DTensor this rank's part, and of complex numbers pairs of real ones."""
+    local = cast(Tensor, cast(Any, tensor).to_local()) if is_distributed(tensor) else tensor
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def placed_like(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient as the parameter is placed: a sum that is still spread over ranks, for one, is added up."""
+    if not is_distributed(grad) or not is_distributed(param):
+        return grad
+    distributed: Any = grad
+    wanted: Any = param
+    return grad if distributed.placements == wanted.placements else distributed.redistribute(wanted.device_mesh, wanted.placements)
+
+
+def sharded_dimensions(tensor: Tensor) -> tuple[Any, ...]:
+    """``(mesh, dimension of the mesh, ...)`` over which the tensor is sharded; ``()`` if this rank has all of it."""
+    if not is_distributed(tensor):
+        return ()
+    distributed: Any = tensor
+    dimensions = [i for i, placement in enumerate(distributed.placements) if not placement.is_replicate() and not placement.is_partial()]
+    return (distributed.device_mesh, *dimensions) if dimensions else ()
+
+
+def add_over_ranks(values: Tensor, sharded: tuple[Any, ...]) -> None:
+    """Add up ``values`` in place over the ranks that share a tensor, as :func:`sharded_dimensions` tells; waits for no device."""
+    for dimension in sharded[1:]:
+        torch.distributed.all_reduce(values, group=sharded[0].get_group(dimension))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; waits only if that is the CPU, which would read it before it is there."""
+    return tensor.to(device=device, non_blocking=device.type != "cpu")
+
+
+def _is_uniform(bucket: Bucket) -> bool:
+    """Whether an operator takes the tensors in one call: real numbers on one device, gradients that are dense."""
+    alike = len({param.device for param in bucket.params}) == 1 and not any(map(Tensor.is_complex, bucket.params))
+    return alike and not any(map(_is_sparse, bucket.grads))
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else moved(tensor, device)

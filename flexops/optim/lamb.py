@@ -1,0 +1,69 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops._multi_tensor import increment_versions
+from ._fused import Bucket, FusedOptimizer, add_over_ranks, check_options, full_state, rate_for, sharded_dimensions, step_state
+
+
+class LAMB(FusedOptimizer):
+    """LAMB, of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes" (2020): Adam's direction, with a length in
+    proportion to each parameter's own.
+
+    States (``step``, ``exp_avg``, ``exp_avg_sq``) are float32 whatever the parameters are. Takes what :class:`flexops.optim.Adam` takes: float32,
+    bfloat16 and float16 parameters and gradients, ``GradScaler``, CUDA graphs; of a DTensor the norms are added up over the ranks that share it
+    (by ``torch.distributed``, on the device), so that a sharded parameter is stepped as the whole one would be. The gradients' own norm is not
+    clipped: :func:`flexops.optim.clip_grad_norm_` does that.
+
+    Args:
+        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
+        lr: learning rate, a float or a tensor of one element (read on the device, so that it may change under a captured CUDA graph).
+        betas: decay rates of the averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: what of the parameter is added to its update, before the trust ratio.
+        adapt: whether steps are scaled by the trust ratio ``|param| / |update|``. Biases and norms' weights are often put into a group without, and
+            without weight decay.
+        maximize: ascend.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    _states = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        adapt: bool = True,
+        maximize: bool = False,
+    ) -> None:
+        check_options("LAMB", lr, betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt, "maximize": maximize})
+
+    def _make_state(self, param: Tensor, _group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": step_state(param), "exp_avg": full_state(param), "exp_avg_sq": full_state(param)}
+
+    def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
+        return [sharded_dimensions(param) for param in params]
+
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        lr, lr_tensor = rate_for(group["lr"], bucket)
+        numbers = *group["betas"], group["eps"], group["weight_decay"]
+        states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.states["step"]
+        ops = torch.ops.flexops
+        norms = ops.lamb_moments_.default(bucket.params, bucket.grads, *states, *numbers, group["maximize"], grad_scale, found_inf)
+        if isinstance(bucket.kind, tuple):
+            add_over_ranks(norms, bucket.kind)
+        ops.lamb_apply_.default(bucket.params, *states, norms, lr, *numbers, group["adapt"], lr_tensor, found_inf)
+        increment_versions(bucket.params)

@@ -1,0 +1,56 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops._multi_tensor import increment_versions
+from ._fused import Bucket, FusedOptimizer, check_options, full_state, rate_for
+
+
+class Lion(FusedOptimizer):
+    """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023): a step of one size in every direction, by the sign of an average.
+
+    Its step is larger than AdamW's: the paper advises a learning rate 3 to 10 times smaller, and a weight decay larger by the same factor. One
+    state, ``exp_avg``, in float32 whatever the parameters are. Takes what :class:`flexops.optim.Adam` takes: float32, bfloat16 and float16
+    parameters and gradients, DTensors, ``GradScaler``, CUDA graphs.
+
+    Args:
+        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
+        lr: learning rate, a float or a tensor of one element (read on the device, so that it may change under a captured CUDA graph).
+        betas: what the average weighs in the step, and in the next average.
+        weight_decay: rate of decoupled weight decay.
+        maximize: ascend.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    _states = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        check_options("Lion", lr, betas, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    def _make_state(self, param: Tensor, _group: dict[str, Any]) -> dict[str, Any]:
+        return {"exp_avg": full_state(param)}
+
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        lr, lr_tensor = rate_for(group["lr"], bucket)
+        beta1, beta2 = group["betas"]
+        lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
+        op = torch.ops.flexops.lion_.default
+        op(*lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf)
+        increment_versions(bucket.params)

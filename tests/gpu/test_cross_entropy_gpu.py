@@ -1,0 +1,128 @@
+"""Cross entropy on a GPU: every way through the kernels against the reference; the memory that in place and in chunks save."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flexops
+from flexops.op_builder import loader
+from flexops.ops import cross_entropy as cross_entropy_module
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+from cross_entropy_cases import assert_near, draw, size_of
+
+pytestmark = pytest.mark.gpu
+CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 2048, 2055, 4096, 8192, 10007)
+MANY = (16384, 16391, 32000, 32768, 50257, 65536, 65537, 100000, 128256, 131072, 200001, 262144, 300007, 600000, 1000003)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """The compiled kernels, or it is no test."""
+    assert loader.ensure("cross_entropy", "cuda"), [status for status in flexops.status() if status.op == "cross_entropy"]
+
+
+@pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("block", range(4))
+def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...]) -> None:
+    ops = torch.ops.flexops
+    for seed in range(block * 60, block * 60 + 60):
+        x, target, numbers, factors, upstream = draw(seed, "cuda", classes)
+        loss, stats = ops.cross_entropy(x, target, *numbers)
+        expected_loss, expected_stats = cross_entropy_module._cross_entropy_reference(x, target, *numbers)
+        assert_near(loss, expected_loss, size_of(x, numbers))
+        expected = cross_entropy_module._cross_entropy_backward_reference(upstream, x, target, expected_stats, *numbers)
+        assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
+        written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
+        assert_near(ops.cross_entropy_(written, target, factors, *numbers), expected_loss, size_of(x, numbers))
+        cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
+        assert_near(written, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 133, 1025, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_run_at_once(rows: int, dtype: torch.dtype) -> None:
+    """Rows wait for each other in the ring; the same bits each time."""
+    x = torch.randn(rows, 40007, device="cuda").to(dtype)
+    target = torch.randint(0, 40007, (rows,), device="cuda")
+    target[1::7] = -100
+    one, other = x.clone(), x.clone()
+    loss = torch.ops.flexops.cross_entropy_(one, target, None, -100, 0.1, 1e-4, 2)
+    assert torch.equal(loss, torch.ops.flexops.cross_entropy_(other, target, None, -100, 0.1, 1e-4, 2))
+    assert torch.equal(one, other)
+    expected = x.clone()
+    assert_near(loss, cross_entropy_module._cross_entropy_inplace_reference(expected, target, None, -100, 0.1, 1e-4, 2))
+    assert_near(one, expected)
+
+
+def test_factors_of_one_are_not_multiplied_and_others_are() -> None:
+    for rows, length in ((5, 40001), (2000, 77), (70000, 3)):
+        values = torch.randn(rows, length, device="cuda").bfloat16()
+        for factors in (torch.ones((), device="cuda"), torch.full((), -2.5, device="cuda"), torch.randint(0, 3, (rows,), device="cuda").float()):
+            expected = (values.float() * (factors.unsqueeze(1) if factors.dim() else factors)).bfloat16()
+            scaled = values.clone()
+            torch.ops.flexops.scale_rows_(scaled, factors)
+            assert torch.equal(scaled, expected)
+
+
+def peak(function: object) -> int:
+    """Bytes beyond those that are allocated now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()  # type: ignore[operator]
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_in_place_takes_no_memory() -> None:
+    logits = torch.randn(512, 50257, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 50257, (512,), device="cuda")
+
+    def step() -> None:
+        loss = flexops.cross_entropy(logits, target, inplace=True)
+        torch.autograd.grad(loss, logits)
+
+    assert peak(step) < 2**20
+
+
+def test_in_chunks_never_holds_all_logits() -> None:
+    x = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(64000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 64000, (4096,), device="cuda")
+    logits = 4096 * 64000 * 2
+
+    def ours() -> None:
+        torch.autograd.grad(flexops.linear_cross_entropy(x, weight, target, chunk_size=256), (x, weight))
+
+    def torchs() -> None:
+        torch.autograd.grad(F.cross_entropy(F.linear(x, weight), target), (x, weight))
+
+    ours()
+    torchs()
+    assert peak(ours) < logits // 16 + 3 * weight.numel() * 4 + 2**24
+    assert peak(torchs) > 2 * logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_are_as_exact_as_torch(dtype: torch.dtype, reduction: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(777, 128, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(5003, 128, generator=generator, device="cuda") * 0.1).to(dtype).requires_grad_()
+    target = torch.randint(0, 5003, (777,), generator=generator, device="cuda")
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        return [gradient.double() for gradient in torch.autograd.grad(loss.sum(), (x, weight))]
+
+    exact = gradients(F.cross_entropy(F.linear(x.double(), weight.double()), target, reduction=reduction))
+    torchs = gradients(F.cross_entropy(F.linear(x, weight), target, reduction=reduction))
+    for chunk_size in (None, 100):
+        for one, other, value in zip(
+            gradients(flexops.linear_cross_entropy(x, weight, target, reduction=reduction, chunk_size=chunk_size)), torchs, exact, strict=True
+        ):
+            assert (one - value).norm() <= 1.1 * (other - value).norm()

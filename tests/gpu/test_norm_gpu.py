@@ -1,0 +1,121 @@
+"""The norms on a GPU: every way through the kernels against the reference, for lengths and layouts at which the ways change."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import flexops
+from flexops.op_builder import loader
+from flexops.ops import norm as norm_module
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120, 8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """The compiled kernels, or it is no test."""
+    assert loader.ensure("norm", "cuda"), [status for status in flexops.status() if status.op == "norm"]
+
+
+def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
+    """Rounded as the dtype rounds; sums of many float32 within a few units of their size."""
+    assert len(actual) == len(expected)
+    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert one.is_contiguous()
+        if one.numel():
+            one, other, unit = one.double(), other.double(), ROUNDING.get(one.dtype, 0.0)
+            bound = 2 * unit * other.abs() + 4e-6 * size**0.5 * other.square().mean().sqrt() + 1e-7
+            wrong = ~(((one - other).abs() <= bound) | (one.isnan() & other.isnan()))
+            assert not wrong.any(), (position, int(wrong.sum()), one[wrong][:3].tolist(), other[wrong][:3].tolist())
+
+
+def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:
+    """Contiguous, padded rows, padded rows at odd places, one row for all, every second element."""
+    if how == 1:
+        return torch.randn(rows, columns + 16, device="cuda").to(dtype)[:, 8 : 8 + columns]
+    if how == 2:
+        return torch.randn(rows, columns + 3, device="cuda").to(dtype)[:, 1 : 1 + columns]
+    if how == 3:
+        return torch.randn(1, columns, device="cuda").to(dtype).expand(rows, columns)
+    if how == 4:
+        return torch.randn(rows, columns, 2, device="cuda").to(dtype)[..., 0]
+    return torch.randn(rows, columns, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("columns", LENGTHS)
+def test_kernels_give_what_the_reference_gives(columns: int) -> None:
+    torch.manual_seed(columns)
+    choose = random.Random(columns)
+    ops = torch.ops.flexops
+    for turn in range(12):
+        x_dtype = DTYPES[turn % 3]
+        row_dtype = x_dtype if turn % 4 else choose.choice(DTYPES)
+        weight_dtype, bias_dtype = (x_dtype, x_dtype) if turn % 2 else (choose.choice(DTYPES), choose.choice(DTYPES))
+        rows = choose.choice((1, 3, 64, 700 if columns < 10000 else 70))
+        x, grad = draw(rows, columns, x_dtype, choose.randrange(5)), draw(rows, columns, x_dtype, choose.randrange(4))
+        residual, also = draw(rows, columns, row_dtype, choose.randrange(4)), draw(rows, columns, row_dtype, choose.randrange(4))
+        weight = torch.randn(columns, device="cuda").to(weight_dtype) if choose.random() < 0.8 else None
+        bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
+        with torch.no_grad():
+            compare(ops.layer_norm, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(ops.rms_norm, norm_module._rms_norm_reference, x, weight, 1e-6)
+            _, total, statistics = compare(ops.add_layer_norm, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+            compare(ops.add_rms_norm, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
+            backward = (grad, also if turn % 3 else None, total, weight, statistics, *flags(choose, 3), bias_dtype)
+            compare(ops.layer_norm_backward, norm_module._layer_norm_backward_reference, *backward, size=rows)
+            statistics = norm_module._rms_norm_reference(total, None, 1e-6)[1]
+            backward = (grad, also if turn % 3 else None, total, weight, statistics, *flags(choose, 2))
+            compare(ops.rms_norm_backward, norm_module._rms_norm_backward_reference, *backward, size=rows)
+
+
+def flags(choose: random.Random, count: int) -> list[bool]:
+    return [choose.random() < 0.8 for _ in range(count)]
+
+
+def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
+    results = op(*arguments)
+    assert_near(results, reference(*arguments), size)
+    return results
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 520, 4096, 8192, 16384, 40000])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes(columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(columns)
+    for x_dtype in DTYPES:
+        x, residual = torch.randn(2, 67, columns, device="cuda").to(x_dtype)
+        weight = torch.randn(columns, device="cuda")
+        x[3] = 0
+        x[4, columns // 2] = torch.inf
+        for arguments in ((x, weight), (x, None, 1e-6, dtype, residual)):
+            values, scales, *rest = flexops.rms_norm_quantized(*arguments[:2], 1e-6, dtype, *arguments[4:])
+            op = norm_module._add_rms_norm_quantized_reference if rest else norm_module._rms_norm_quantized_reference
+            expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
+            torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+            difference = (values.view(torch.int8).int() - expected.view(torch.int8).int()).abs()
+            assert difference.max() <= 1
+            assert difference.sum() <= 3 + difference.numel() // 200  # ties: sums are rounded another way
+
+
+@pytest.mark.parametrize("columns", [64, 1024, 8192, 16384, 20000])
+def test_the_same_bits_every_time(columns: int) -> None:
+    x = torch.randn(1000, columns, device="cuda").bfloat16().requires_grad_()
+    weight, bias = (torch.randn(columns, device="cuda").requires_grad_() for _ in range(2))
+    grad = torch.randn_like(x)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(flexops.layer_norm(x, weight, bias), (x, weight, bias), grad)
+
+    first = gradients()
+    for _ in range(5):
+        for one, other in zip(first, gradients(), strict=True):
+            assert torch.equal(one, other)

@@ -1,0 +1,69 @@
+"""rotary_embedding on a GPU: every way through the kernel, few and many positions and heads, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.op_builder import loader
+from flexops.ops import rope as rope_module
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+import test_rope as on_cpu
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """The compiled kernels, or it is no test."""
+    assert loader.ensure("rope", "cuda"), [status for status in flexops.status() if status.op == "rope"]
+
+
+@pytest.mark.parametrize("dtype", on_cpu.DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", on_cpu.LAYOUTS)
+def test_native_gives_what_the_reference_gives(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]) -> None:
+    on_cpu.compare(dtype, interleaved, layout, "cuda")
+
+
+@pytest.mark.parametrize("length_first", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "key_heads", "length"), [(1, 32, 8, 1), (64, 5, 0, 1), (1, 3, 7, 700), (2, 1, 9, 33), (3, 0, 4, 50)])
+def test_any_number_of_heads_and_positions(batch: int, heads: int, key_heads: int, length: int, length_first: bool) -> None:
+    shapes = ((batch, number, length, 64) for number in (heads, key_heads))
+    query, key = ((on_cpu.length_first if length_first else on_cpu.head_first)(*shape).bfloat16().cuda() for shape in shapes)
+    angles = torch.rand(length, 32, device="cuda") * 6.28
+    arguments = (query, key if key_heads else None, angles.cos(), angles.sin(), None, False, False)
+    for one, other in zip(torch.ops.flexops.rotary_embedding(*arguments), rope_module._reference(*arguments), strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-7, atol=2.0**-13)
+        assert one.stride() == other.stride()
+
+
+def test_more_than_2_to_31_elements() -> None:
+    """In one batch, so that lengths have to be counted on, too; the ends are compared with calls of their own."""
+    length, positions = 2**24 + 5, 1000
+    query = torch.empty(1, 2, length, 80, dtype=torch.bfloat16, device="cuda").normal_()
+    angles = torch.rand(positions, 40, device="cuda") * 6.28
+    at = torch.randint(0, positions, (length,), device="cuda")
+    result = flexops.rotary_embedding(query, None, angles.cos(), angles.sin(), at)[0]
+    assert query.numel() > 2**31
+    for part in (slice(0, 50), slice(length - 50, length)):
+        alone = flexops.rotary_embedding(query[:, :, part].clone(), None, angles.cos(), angles.sin(), at[part].clone())[0]
+        assert torch.equal(result[:, :, part], alone)
+
+
+def test_more_items_than_one_launch_counts() -> None:
+    """Elements by themselves, since 6 is no multiple of a vector: 2^30 and more of them."""
+    length = 2**29 + 7
+    query = torch.empty(1, 1, length, 6, dtype=torch.float16, device="cuda").normal_()
+    cos, sin = torch.rand(1, 2, device="cuda").expand(length, 2), torch.rand(1, 2, device="cuda").expand(length, 2)
+    result = flexops.rotary_embedding(query, None, cos, sin)[0]
+    for part in (slice(0, 50), slice(2**28 - 100, 2**28 + 100), slice(length - 50, length)):
+        alone = flexops.rotary_embedding(query[:, :, part].clone(), None, cos[part], sin[part])[0]
+        assert torch.equal(result[:, :, part], alone[:, :, : alone.shape[2]])

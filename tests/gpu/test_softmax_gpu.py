@@ -1,0 +1,67 @@
+"""Softmax on a GPU: every way through the kernels against the reference, for lengths, masks and layouts at which the ways change."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexops
+from flexops.op_builder import loader
+from flexops.ops import softmax as softmax_module
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+from softmax_cases import DTYPES, LENGTHS, assert_near, draw_mask, draw_scores
+
+pytestmark = pytest.mark.gpu
+LONG = (8192, 16384, 16385, 32767, 32768, 32769, 33000, 50257, 65536, 70001, 131072)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """The compiled kernels, or it is no test."""
+    assert loader.ensure("softmax", "cuda"), [status for status in flexops.status() if status.op == "softmax"]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("block", range(4))
+def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...]) -> None:
+    ops = torch.ops.flexops
+    for seed in range(block * 100, block * 100 + 100):
+        choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+        x = draw_scores(choose, generator, "cuda", lengths)
+        mask = draw_mask(choose, generator, x)
+        scale = choose.choice([1.0, 0.125, -0.7, 3.0])
+        y = ops.scaled_masked_softmax(x, mask, scale)
+        assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
+        grad = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
+        assert_near(ops.softmax_backward(grad, y, scale, False), softmax_module._softmax_backward_reference(grad, y, scale, False), 8, abs(scale))
+        if x.dim() > 1:
+            y = ops.causal_softmax(x, scale)
+            assert_near(y, softmax_module._causal_softmax_reference(x, scale))
+            assert_near(ops.softmax_backward(grad, y, scale, True), softmax_module._softmax_backward_reference(grad, y, scale, True), 8, abs(scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
+@pytest.mark.parametrize("keys", [1024, 1031, 2048])
+def test_attention_shapes(dtype: torch.dtype, mask_dtype: torch.dtype, keys: int) -> None:
+    """Masks of padding, of a batch, of all heads, and of none; aligned and not."""
+    x = torch.randn(2, 3, 65, keys, device="cuda").to(dtype)
+    for shape in ((2, 1, 1, keys), (1, 1, 65, keys), (2, 1, 65, keys), (2, 3, 65, keys), (keys,), (2, 3, 65, 1)):
+        keep = torch.rand(shape, device="cuda") < 0.6
+        mask = keep if mask_dtype == torch.bool else torch.randn(shape, device="cuda").to(mask_dtype).masked_fill(~keep, -torch.inf)
+        assert_near(flexops.scaled_masked_softmax(x, mask, 0.3), softmax_module._scaled_masked_softmax_reference(x, mask, 0.3))
+
+
+def test_masks_are_not_expanded_in_memory() -> None:
+    x = torch.randn(8, 16, 512, 512, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(8, 1, 512, 512, device="cuda") < 0.5
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = flexops.scaled_masked_softmax(x, mask)
+    assert torch.cuda.max_memory_allocated() - before == y.nbytes

@@ -1,0 +1,183 @@
+"""One rank of the tests of sharded parameters: ``python sharded_worker.py RANK WORLD STORE cpu|cuda``. Exits with 0 if everything holds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from flexops import optim
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "Adam": functools.partial(optim.Adam, lr=0.1, amsgrad=True),
+    "AdamW": functools.partial(optim.AdamW, lr=0.1, weight_decay=0.1),
+    "Lion": functools.partial(optim.Lion, lr=0.1, weight_decay=0.1),
+    "Adagrad": functools.partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "LAMB": functools.partial(optim.LAMB, lr=0.1, weight_decay=0.1),
+    "AdamW8bit": functools.partial(optim.AdamW8bit, lr=0.1, min_8bit_size=64),
+}
+# Even, uneven, fewer rows than ranks, and by columns.
+SHARDED = (((64, 48), 0), ((33, 20), 0), ((1, 100), 0), ((16, 70), 1))
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Setting:
+    """The parameters of one test: DTensors, and the same ones whole on every rank."""
+
+    def __init__(self, mesh: DeviceMesh, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.mesh = device, mesh
+        self.places: list[Any] = [[*[Replicate()] * (mesh.ndim - 1), Shard(dim)] for _, dim in SHARDED]
+        self.places += [[Replicate()] * mesh.ndim, None]
+        self.shapes = [*(shape for shape, _ in SHARDED), (300,), (40, 10)]
+        values = [draw(shape, i).to(dtype).to(device) for i, shape in enumerate(self.shapes)]
+        self.plain = [torch.nn.Parameter(value.clone()) for value in values]
+        self.params = [torch.nn.Parameter(self.place(value, place)) for value, place in zip(values, self.places, strict=True)]
+
+    def place(self, value: Tensor, place: Any) -> Tensor:
+        return value.clone() if place is None else distribute_tensor(value.clone(), self.mesh, place)
+
+    def set_grads(self, seed: int, scale: float = 1.0) -> None:
+        for i, (param, plain, place) in enumerate(zip(self.params, self.plain, self.places, strict=True)):
+            grad = (draw(self.shapes[i], 100 * seed + i) * scale).to(plain.dtype).to(self.device)
+            param.grad, plain.grad = self.place(grad, place), grad
+
+    def local(self) -> list[torch.nn.Parameter]:
+        """This rank's parts, as plain parameters."""
+        return [torch.nn.Parameter(_part(param).detach().clone()) for param in self.params]
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_steps(mesh: DeviceMesh, device: str, name: str, dtype: torch.dtype) -> None:
+    """A sharded parameter is stepped as the whole one would be; with 8-bit states, whose blocks are each rank's own, as the part would be."""
+    setting = Setting(mesh, device, dtype)
+    alone = setting.local() if name == "AdamW8bit" else setting.plain
+    make = functools.partial(OPTIMIZERS[name], min_8bit_size=0) if name == "AdamW8bit" else OPTIMIZERS[name]
+    optimizer, oracle = make(setting.params), make(alone)
+    for step in range(4):
+        setting.set_grads(step)
+        if name == "AdamW8bit":
+            for param, part in zip(setting.params, alone, strict=True):
+                part.grad = _part(param.grad)
+        optimizer.step()
+        oracle.step()
+        if step == 1:  # a state dict of sharded states keeps them
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(setting.params)
+            optimizer.load_state_dict(saved)
+    for param, plain in zip(setting.params, alone, strict=True):
+        found = _part(param) if name == "AdamW8bit" else whole(param)
+        exact = dtype == torch.float32
+        torch.testing.assert_close(found, plain.detach(), rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2)
+        for state in optimizer.state[param].values():
+            assert not isinstance(param, DTensor) or isinstance(state, DTensor) or not state.dim()
+
+
+def check_clipping(mesh: DeviceMesh, device: str, norm_type: float) -> None:
+    for scale in (0.001, 1.0):
+        setting = Setting(mesh, device)
+        setting.set_grads(3, scale)
+        norm = optim.clip_grad_norm_(setting.params, 1.0, norm_type)
+        wanted = torch.nn.utils.clip_grad_norm_(setting.plain, 1.0, norm_type)
+        assert not isinstance(norm, DTensor)
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=1e-6)
+        for param, plain in zip(setting.params, setting.plain, strict=True):
+            torch.testing.assert_close(whole(param.grad), plain.grad, rtol=2e-5, atol=1e-7)
+    if dist.get_rank() == dist.get_world_size() - 1:  # on one rank only
+        _part(setting.params[0].grad)[0, 0] = math.nan
+    assert optim.clip_grad_norm_(setting.params, 1.0, norm_type).isnan()
+
+
+def check_sums_that_are_not_added_up(mesh: DeviceMesh, device: str) -> None:
+    """Gradients that each rank has a summand of."""
+    value, ranks = draw((30, 40), 0).to(device), dist.get_world_size()
+    for place in ([Replicate()], [Shard(0)]):
+        param, plain = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, place)), torch.nn.Parameter(value.clone())
+        plain.grad = draw((30, 40), 5).to(device)
+        param.grad = DTensor.from_local(plain.grad / ranks, mesh, [Partial()]) if place == [Replicate()] else distribute_tensor(plain.grad, mesh, [Shard(1)])
+        torch.testing.assert_close(optim.clip_grad_norm_([param], 1.0), torch.nn.utils.clip_grad_norm_([plain], 1.0))
+        optim.LAMB([param], lr=0.1).step()
+        optim.LAMB([plain], lr=0.1).step()
+        torch.testing.assert_close(whole(param), plain.detach())
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.GELU(), torch.nn.LayerNorm(33), torch.nn.Linear(33, 7))
+
+
+def check_fully_sharded(mesh: DeviceMesh, device: str, name: str) -> None:
+    """FSDP2: a model trained in parts, with clipping, against the same model whole; its state dict goes into a new optimizer in between."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model, plain = _model().to(device), _model().to(device)
+    fully_shard(model, mesh=mesh)
+    optimizer, oracle = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+    for step in range(6):
+        x, y = draw((8, 20), step).to(device), draw((8, 7), step + 50).to(device)  # the same on all ranks, so that the mean is the gradient
+        norms = []
+        for each, stepper in ((model, optimizer), (plain, oracle)):
+            stepper.zero_grad()
+            torch.nn.functional.mse_loss(each(x), y).backward()
+            norms.append(optim.clip_grad_norm_(each.parameters(), 0.05))
+            stepper.step()
+        torch.testing.assert_close(*norms, rtol=1e-4 if name != "AdamW8bit" else 0.5, atol=1e-5)
+        if step == 2:
+            saved = get_optimizer_state_dict(model, optimizer)
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            optimizer = OPTIMIZERS[name](model.parameters())
+            set_optimizer_state_dict(model, optimizer, saved)
+            for index, states in optimizer.state_dict()["state"].items():
+                for key, value in states.items():
+                    assert value.dtype == before[index][key].dtype, (key, value.dtype)
+                    assert torch.equal(_part(value), _part(before[index][key])), key
+    if name != "AdamW8bit":
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(param).detach(), other.detach(), rtol=1e-3, atol=2e-4)
+
+
+def main(rank: int, world: int, store: str, device: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    warnings.simplefilter("error", category=RuntimeWarning)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    mesh, flat = init_device_mesh(device, (1, world)), init_device_mesh(device, (world,))
+    for name in OPTIMIZERS:
+        for each in (flat, mesh):
+            check_steps(each, device, name, torch.float32)
+        check_steps(flat, device, name, torch.bfloat16)
+        print(f"rank {rank}: steps of {name} hold", flush=True)
+    for norm_type in (2.0, math.inf, 3.0):
+        check_clipping(flat, device, norm_type)
+        check_clipping(mesh, device, norm_type)
+    print(f"rank {rank}: clipping holds", flush=True)
+    check_sums_that_are_not_added_up(flat, device)
+    for name in OPTIMIZERS:
+        check_fully_sharded(flat, device, name)
+        print(f"rank {rank}: {name} under fully_shard holds", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

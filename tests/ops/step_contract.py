@@ -1,0 +1,605 @@
+"""What every optimizer's operator and class promises, as tests that its own test file only has to declare (as contract.py is for other operators)::
+
+    class TestStep(StepContract):
+        step = Step("lion", flexops.lion_, {"params": None, "grads": None, "exp_avgs": torch.float32}, {"lr": 0.01, "weight_decay": 0.1}, optim.Lion, exact)
+
+They run on the CPU and, marked ``gpu``, on CUDA.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.bench.reference import OnReference
+from flexops.op_builder import loader
+from flexops.ops.adam8bit import blocks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Sizes around a register, a vector, a block of scales, and what a thread block does at once.
+SHAPES = [(7,), (33, 65), (), (3, 5, 17), (1031,), (0,), (4, 1), (256,), (2048,), (2049,), (16385,)]
+Lists = list[list[Tensor]]
+needs_mutable_lists = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5), reason="torch.compile of torch 2.4 takes no op that writes lists of tensors"
+)
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer.
+
+    Attributes:
+        family: the operator's name in the catalogue.
+        call: the public function: lists by position, numbers by keyword.
+        lists: its lists' names, each with the dtype that is accepted; None for float32, bfloat16 and float16.
+        numbers: numbers for ``call``.
+        optimizer: the class.
+        exact: ``(row of float64 tensors, one of each list; numbers) -> the row after a step``.
+        options: options of the class that mean the same as ``numbers``, except ``lr``.
+        bad_numbers: names of numbers that must not be negative.
+    """
+
+    family: str
+    call: Callable[..., None]
+    lists: dict[str, torch.dtype | None]
+    numbers: dict[str, Any]
+    optimizer: Any
+    exact: Callable[[list[Tensor], dict[str, Any]], list[Tensor]]
+    options: dict[str, Any] = field(default_factory=dict)
+    bad_numbers: tuple[str, ...] = ("lr", "weight_decay")
+
+
+def make_lists(step: Step, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str, *, shapes: list[Any] = SHAPES, seed: int = 0) -> Lists:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
+        if name == "state_steps":
+            return torch.tensor(3.0)
+        if "scale" in name:
+            return torch.rand(blocks(torch.Size(shape).numel()), generator=generator) + 0.5
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+        if dtype == torch.uint8:
+            return torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
+        value = torch.randn(shape, generator=generator)
+        value = value.square() if "sq" in name or name == "sums" else value
+        return value.to(dtype or (param_dtype if name == "params" else grad_dtype))
+
+    return [[draw(name, dtype, shape).to(device) for shape in shapes] for name, dtype in step.lists.items()]
+
+
+def clone(lists: Lists) -> Lists:
+    return [[tensor.clone() for tensor in tensors] for tensors in lists]
+
+
+def assert_lists_close(actual: Lists, expected: Lists, *, codes_apart: bool = True) -> None:
+    """Up to rounding. A code may be its neighbour where a random number lies just at the border between them."""
+    for found, wanted in zip(actual, expected, strict=True):
+        for left, right in zip(found, wanted, strict=True):
+            assert left.dtype == right.dtype
+            if left.dtype in (torch.int8, torch.uint8):
+                difference = (left.int() - right.int()).abs()
+                assert not difference.numel() or difference.max() <= 1
+                assert difference.sum() <= (0.001 * difference.numel() + 3 if codes_apart else 0)
+            else:
+                exact = left.dtype == torch.float32
+                torch.testing.assert_close(left, right, rtol=4e-6 if exact else None, atol=2e-6 if exact else None, equal_nan=True)
+
+
+def make_params(device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] | None = None) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes or [*SHAPES, (80, 70)]]
+
+
+def set_grads(params: list[Any], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).to(param.device)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "with gaps": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+}
+
+
+class StepContract:
+    step: ClassVar[Step]
+
+    @pytest.fixture(autouse=True)
+    def _native(self, request: pytest.FixtureRequest) -> None:
+        """The compiled kernels, which are what is tested."""
+        device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
+        device = device or ("cuda" if request.node.get_closest_marker("gpu") else "cpu")
+        if not loader.ensure(self.step.family, device):
+            request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")  # without one, this is skipped
+            pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == (self.step.family, device)), pytrace=False)
+
+    def lists(self, device: str, param: torch.dtype = torch.float32, grad: torch.dtype = torch.float32, **options: Any) -> Lists:
+        return make_lists(self.step, param, grad, device, **options)
+
+    def call(self, lists: Lists, **changes: Any) -> None:
+        self.step.call(*lists, **(self.step.numbers | changes))
+
+    def on_reference(self, lists: Lists, **changes: Any) -> None:
+        with OnReference():
+            self.call(lists, **changes)
+
+    def optimizer(self, params: Any, **changes: Any) -> Any:
+        return self.step.optimizer(params, **({"lr": self.step.numbers["lr"]} | self.step.options | changes))
+
+    # -- results
+
+    @ON_BOTH
+    @pytest.mark.parametrize("grad_dtype", DTYPES)
+    @pytest.mark.parametrize("param_dtype", DTYPES)
+    @pytest.mark.parametrize("maximize", [False, True])
+    def test_native_is_what_the_reference_is(self, param_dtype: torch.dtype, grad_dtype: torch.dtype, maximize: bool, device: str) -> None:
+        lists = self.lists(device, param_dtype, grad_dtype)
+        expected = clone(lists)
+        self.call(lists, maximize=maximize)
+        self.on_reference(expected, maximize=maximize)
+        assert_lists_close(lists, expected)
+
+    @ON_BOTH
+    def test_mixed_dtypes_in_one_call(self, device: str) -> None:
+        groups = [self.lists(device, p, g) for p in DTYPES for g in DTYPES]
+        lists = [[tensor for group in groups for tensor in group[k]] for k in range(len(groups[0]))]
+        expected = clone(lists)
+        self.call(lists)
+        self.on_reference(expected)
+        assert_lists_close(lists, expected)
+
+    @ON_BOTH
+    def test_is_the_formula_in_float64(self, device: str) -> None:
+        lists = self.lists(device)
+        rows = [[tensor if tensor.dtype in (torch.int8, torch.uint8) else tensor.double() for tensor in row] for row in zip(*lists, strict=True)]
+        exact = [self.step.exact(row, self.step.numbers) for row in rows]
+        self.call(lists)
+        for row, wanted in zip(zip(*lists, strict=True), exact, strict=True):
+            for left, right in zip(row, wanted, strict=True):
+                if left.dtype == torch.float32:
+                    torch.testing.assert_close(left.double(), right, rtol=4e-6, atol=2e-6)
+
+    @ON_BOTH
+    def test_large_tensor_in_pieces(self, device: str) -> None:
+        lists = self.lists(device, shapes=[(300_001,)])
+        expected = clone(lists)
+        self.call(lists)
+        self.on_reference(expected)
+        assert_lists_close(lists, expected)
+
+    @ON_BOTH
+    def test_the_same_bits_twice(self, device: str) -> None:
+        lists = self.lists(device, torch.float32, torch.bfloat16, shapes=[(100_003,), (5,)])
+        again = clone(lists)
+        self.call(lists)
+        self.call(again)
+        for found, wanted in zip(lists, again, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+
+    @ON_BOTH
+    def test_grad_scale_is_taken_out_and_written_back(self, device: str) -> None:
+        lists = self.lists(device, torch.float32, torch.bfloat16)
+        plain = clone(lists)
+        lists[1] = [grad * 1024 for grad in lists[1]]
+        scaled = clone(lists)
+        scale = torch.tensor([1024.0], device=device)
+        self.call(lists, grad_scale=scale, found_inf=torch.zeros((), device=device))
+        self.on_reference(scaled, grad_scale=scale)
+        self.call(plain)
+        assert_lists_close(lists, plain)
+        assert_lists_close(scaled, plain)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("reference", [False, True])
+    def test_found_inf_does_nothing_at_all(self, reference: bool, device: str) -> None:
+        lists = self.lists(device, torch.float32, torch.float16)
+        before = clone(lists)
+        numbers = {"grad_scale": torch.tensor(2.0, device=device), "found_inf": torch.ones((), device=device)}
+        (self.on_reference if reference else self.call)(lists, **numbers)
+        for found, wanted in zip(lists, before, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+
+    @ON_BOTH
+    def test_lr_as_a_tensor(self, device: str) -> None:
+        lists = self.lists(device)
+        plain, reference = clone(lists), clone(lists)
+        rate = torch.tensor([self.step.numbers["lr"]], device=device)
+        self.call(lists, lr=rate)
+        self.on_reference(reference, lr=rate)
+        self.call(plain)
+        assert_lists_close(lists, plain)
+        assert_lists_close(reference, plain)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_gradient_that_is_not_finite_shows(self, value: float, device: str) -> None:
+        lists = self.lists(device, shapes=[(1000,)])
+        lists[1][0][123] = value
+        expected = clone(lists)
+        self.call(lists)
+        self.on_reference(expected)
+        assert torch.equal(lists[0][0].isnan(), expected[0][0].isnan())
+        assert lists[0][0].isfinite().sum() <= 1000
+
+    @ON_BOTH
+    @pytest.mark.parametrize("which", ["params", "grads", "states", "all"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_odd_strides(self, layout: str, which: str, device: str) -> None:
+        lists = self.lists(device, shapes=[(137, 241)])
+        plain = clone(lists)
+        for position in {"params": [0], "grads": [1], "states": range(2, len(lists)), "all": range(len(lists))}[which]:
+            if lists[position][0].dim() == 2:
+                lists[position] = [LAYOUTS[layout](lists[position][0])]
+        self.call(lists)
+        self.call(plain)
+        if any(tensors[0].dtype == torch.int8 for tensors in lists):
+            assert_lists_close(lists, plain, codes_apart=False)
+        assert_lists_close(lists, plain)
+
+    @ON_BOTH
+    def test_a_gradient_whose_elements_share_memory(self, device: str) -> None:
+        lists = self.lists(device, shapes=[(64, 65)])
+        lists[1] = [lists[1][0][:1].expand(64, 65)]
+        plain = clone(lists)
+        plain[1] = [lists[1][0].contiguous()]
+        self.call(lists)
+        self.call(plain)
+        assert_lists_close([lists[0], *lists[2:]], [plain[0], *plain[2:]])
+
+    @ON_BOTH
+    def test_no_tensors_and_empty_tensors(self, device: str) -> None:
+        self.call([[] for _ in self.step.lists])
+        lists = self.lists(device, shapes=[(0, 3)])
+        self.call(lists)
+        names = list(self.step.lists)
+        if "state_steps" in names:
+            assert lists[names.index("state_steps")][0].item() == 4
+
+    # -- refusals
+
+    def test_wrong_dtypes_are_named(self) -> None:
+        for position, (name, dtype) in enumerate(self.step.lists.items()):
+            for backend in (self.call, self.on_reference):
+                lists = self.lists("cpu")
+                before = lists[0][0].clone()
+                lists[position][1] = lists[position][1].double()
+                accepted = "float32, bfloat16 or float16, got float64" if dtype is None else "float32" if "scale" in name else f"{dtype}, got float64"
+                with pytest.raises(TypeError) as caught:
+                    backend(lists)
+                assert f"flexops::{self.step.family}" in str(caught.value)
+                assert f": {name}[1] must be " in str(caught.value)
+                assert accepted.removeprefix("torch.") in str(caught.value)
+                assert torch.equal(lists[0][0], before)  # nothing was touched
+
+    def test_wrong_shapes_are_named(self) -> None:
+        for position, name in enumerate(self.step.lists):
+            lists = self.lists("cpu")
+            wrong = lists[position][1].reshape(-1)
+            lists[position][1] = wrong[:-1] if "scale" in name else torch.cat([wrong] * 2)
+            if position == 0:
+                name = "grads"  # it is the others that do not fit
+            with pytest.raises(ValueError, match=rf": {name}\[1\] must have "):
+                self.call(lists)
+
+    def test_what_is_no_dense_tensor_is_named(self) -> None:
+        for wrong, text in ((None, "must be a tensor, got NoneType"), (torch.eye(33, 65).to_sparse(), r"must be a dense \(strided\) tensor")):
+            lists: Any = self.lists("cpu")
+            lists[1][1] = wrong
+            with pytest.raises(TypeError, match=rf": grads\[1\] {text}"):
+                self.call(lists)
+
+    def test_wrong_lengths_are_named(self) -> None:
+        for position, name in enumerate(self.step.lists):
+            lists = self.lists("cpu")
+            lists[position] = lists[position][:-1]
+            with pytest.raises(ValueError, match=r"\w+ must hold \d+ tensors, as params does, got \d+") as caught:
+                self.call(lists)
+            assert position == 0 or f" {name} must hold" in str(caught.value)
+
+    def test_a_tensor_on_another_device_is_named(self) -> None:
+        for position, name in enumerate(self.step.lists):
+            lists = self.lists("cpu")
+            lists[position][1] = lists[position][1].to("meta")
+            with pytest.raises(ValueError, match=rf"{name}\[1\] must be on the device of params\[0\], cpu, got meta"):
+                self.on_reference(lists)
+
+    def test_wrong_numbers_are_named(self) -> None:
+        wrong = [(name, value) for name in self.step.bad_numbers for value in (-1.0, float("nan"))]
+        wrong += [(name, 1.0) for name in self.step.numbers if name.startswith("beta")]
+        for name, value in wrong:
+            with pytest.raises(ValueError, match=rf"flexops::{self.step.family}_: {name} must"):
+                self.call(self.lists("cpu"), **{name: value})
+        for name in ("lr", "grad_scale", "found_inf"):
+            with pytest.raises(TypeError, match=rf": {name} must be a float32 tensor of one element"):
+                self.call(self.lists("cpu"), **{name: torch.zeros(2)})
+
+    # -- torch
+
+    @needs_mutable_lists
+    @ON_BOTH
+    def test_opcheck(self, device: str) -> None:
+        calls: list[tuple[Any, Any]] = []
+
+        class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.namespace == "flexops":
+                    calls.append((func, torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)))
+                return func(*args, **(kwargs or {}))
+
+        with Recorder():
+            self.call(self.lists(device, torch.float32, torch.bfloat16, shapes=SHAPES[:3]))
+        assert calls
+        for op, args in calls:
+            torch.library.opcheck(op, args)
+
+    @needs_mutable_lists
+    @ON_BOTH
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_compiles_without_graph_breaks(self, dynamic: bool, device: str) -> None:
+        def train_step(lists: Lists) -> Tensor:
+            self.call(lists)
+            return lists[0][0] * 2
+
+        lists = self.lists(device, shapes=SHAPES[:2])
+        expected = clone(lists)
+        torch._dynamo.reset()
+        backend = "inductor" if device == "cuda" else "aot_eager"
+        doubled = torch.compile(train_step, fullgraph=True, backend=backend, dynamic=dynamic)(lists)
+        torch.testing.assert_close(doubled, train_step(expected), rtol=4e-6, atol=2e-6)
+        assert_lists_close(lists, expected)
+        torch._dynamo.reset()
+
+    def test_backward_notices_that_a_saved_parameter_was_stepped(self) -> None:
+        param = torch.nn.Parameter(torch.randn(4))
+        loss = (param**2).sum()
+        param.grad = torch.ones(4)
+        self.optimizer([param]).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    # -- the class
+
+    @ON_BOTH
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_state_dict_goes_on_where_it_was_saved(self, dtype: torch.dtype, device: str) -> None:
+        params, expected = make_params(device, dtype), make_params(device, dtype)
+        optimizer, oracle = self.optimizer(params), self.optimizer(expected)
+        for step in range(6):
+            if step == 3:
+                saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+                before = optimizer.state
+                optimizer = self.optimizer(params, lr=1.0)
+                optimizer.load_state_dict(saved)
+                for param in params:
+                    for name, value in before[param].items():
+                        assert optimizer.state[param][name].dtype == value.dtype
+                        assert torch.equal(optimizer.state[param][name], value)
+            for each in (params, expected):
+                set_grads(each, seed=step)
+            optimizer.step()
+            oracle.step()
+        for left, right in zip(params, expected, strict=True):
+            assert torch.equal(left, right)
+
+    def test_copies_and_pickles(self) -> None:
+        params = make_params("cpu")
+        optimizer = self.optimizer(params)
+        set_grads(params, seed=1)
+        optimizer.step()
+        for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            set_grads(other.param_groups[0]["params"], seed=2)
+            other.step()
+
+    @ON_BOTH
+    def test_groups_schedules_and_missing_gradients(self, device: str) -> None:
+        params, expected = make_params(device), make_params(device)
+        optimizer = self.optimizer([{"params": params[:4]}, {"params": params[4:], "lr": 0.2, "weight_decay": 0.5}])
+        alone = [self.optimizer([param], **({} if i < 4 else {"lr": 0.2, "weight_decay": 0.5})) for i, param in enumerate(expected)]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, *alone)]
+        for step in range(4):
+            for each in (params, expected):
+                set_grads(each, seed=step)
+                each[step % 3].grad = None
+            optimizer.step()
+            for each in alone:
+                each.step()
+            for schedule in schedules:
+                schedule.step()
+        for left, right in zip(params, expected, strict=True):
+            assert torch.equal(left, right)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("unscale", [False, True])
+    def test_grad_scaler(self, unscale: bool, device: str) -> None:
+        results = []
+        for scaled in (True, False):
+            params = make_params(device, shapes=SHAPES[:5])
+            optimizer = self.optimizer(params)
+            scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2, enabled=scaled)
+            for step in range(6):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(step)
+                loss = sum((param * torch.randn(param.shape, generator=generator).to(device)).sum() for param in params)
+                scaler.scale(loss).backward()
+                if step == 3:
+                    if not scaled:
+                        continue
+                    params[1].grad[0, 0] = float("inf")
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append(params)
+        for left, right in zip(*results, strict=True):
+            torch.testing.assert_close(left, right, rtol=4e-6, atol=2e-6)
+
+    def test_closure_and_hooks(self) -> None:
+        params = make_params("cpu")
+        optimizer = self.optimizer(params)
+        seen = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = sum(param.square().sum() for param in params)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
+        assert seen == [1]
+
+    def test_wrong_options_are_refused(self) -> None:
+        for options in ({"lr": -1.0}, {"weight_decay": -1.0}, *({"betas": (1.0, 0.9)} for _ in range("betas" in self.step.options))):
+            with pytest.raises(ValueError, match="Invalid"):
+                self.optimizer(make_params("cpu"), **options)
+
+    def test_what_cannot_be_stepped_is_refused_clearly(self) -> None:
+        param = torch.nn.Parameter(torch.randn(100, 60))
+        param.grad = torch.eye(100, 60).to_sparse()
+        with pytest.raises(RuntimeError, match=r"does not support sparse gradients; torch.optim.\w+ does"):
+            self.optimizer([param]).step()
+        param = torch.nn.Parameter(torch.randn(100, 60, dtype=torch.float64))
+        param.grad = torch.ones_like(param)
+        with pytest.raises((TypeError, RuntimeError), match=r"params\[0\] must be float32, bfloat16 or float16, got float64"):
+            self.optimizer([param]).step()
+
+    def test_complex_parameters_step_as_pairs(self) -> None:
+        param = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        pair = torch.nn.Parameter(torch.view_as_real(param.detach().clone()))
+        optimizers = self.optimizer([param]), self.optimizer([pair])
+        for _ in range(3):
+            param.grad = torch.randn(9, dtype=torch.complex64)
+            pair.grad = torch.view_as_real(param.grad.clone())
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(torch.view_as_real(param), pair)
+
+    @pytest.mark.parametrize("isa", ["baseline", "avx2"])  # the best one is what every other test runs
+    def test_lower_instruction_sets(self, isa: str) -> None:
+        module = type(self).__module__
+        program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import {module} as m; m.{type(self).__name__}().check_isa()"
+        subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "FLEXOPS_CPU_ISA": isa}, timeout=300)
+
+    def check_isa(self) -> None:
+        """Run in a process of its own: the instruction set is chosen once."""
+        assert loader.ensure(self.step.family, "cpu")
+        torch.set_num_threads(1)
+        for param_dtype, grad_dtype in zip(DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True):
+            self.test_native_is_what_the_reference_is(param_dtype, grad_dtype, False, "cpu")
+        self.test_large_tensor_in_pieces("cpu")
+
+    # -- CUDA
+
+    @pytest.mark.gpu
+    def test_cuda_more_tensors_than_one_launch_holds(self) -> None:
+        lists = self.lists("cuda", shapes=[(17 + i % 40,) for i in range(5000)])
+        expected = clone(lists)
+        self.call(lists)
+        self.on_reference(expected)
+        joined = [[[torch.cat([tensor.reshape(-1) for tensor in tensors])] for tensors in each] for each in (lists, expected)]
+        assert_lists_close(*joined)
+
+    @pytest.mark.gpu
+    def test_cuda_never_waits_for_the_device(self) -> None:
+        params = make_params("cuda")
+        optimizer = self.optimizer(params, lr=torch.tensor(0.1, device="cuda"))
+        set_grads(params, seed=0)
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.gpu
+    def test_cuda_graph_with_a_learning_rate_that_changes(self) -> None:
+        params, expected = make_params("cuda"), make_params("cuda")
+        rate = torch.tensor(0.1, device="cuda")
+        optimizer, oracle = self.optimizer(params, lr=rate), self.optimizer(expected, lr=0.1)
+        for each in (params, expected):
+            set_grads(each, seed=0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            optimizer.step()  # makes the states
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        oracle.step()
+        for step in range(1, 5):
+            rate.fill_(0.1 / step)
+            oracle.param_groups[0]["lr"] = 0.1 / step
+            for param, other in zip(params, expected, strict=True):
+                other.grad = torch.randn_like(other)
+                param.grad.copy_(other.grad)
+            graph.replay()
+            oracle.step()
+        for left, right in zip(params, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+
+    @pytest.mark.gpu
+    def test_cuda_runs_on_the_current_stream(self) -> None:
+        lists = self.lists("cuda", shapes=[(2**22,)])
+        expected = clone(lists)
+        expected[1][0].fill_(1.0)
+        self.call(expected)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)  # the gradient arrives late; a step on any other stream would not see it
+            lists[1][0].fill_(1.0)
+            self.call(lists)
+        torch.cuda.synchronize()
+        assert_lists_close(lists, expected)
+
+    @pytest.mark.gpu
+    def test_cuda_more_than_2_to_31_elements(self) -> None:
+        count = 2**31 + 12_345
+        sizes = {torch.int8: 1, torch.uint8: 1, torch.float32: 4, None: 2}
+        needed = sum(count * sizes[dtype] for name, dtype in self.step.lists.items() if name != "state_steps" and "scale" not in name) + 2**31
+        if torch.cuda.mem_get_info()[0] < needed:
+            pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
+        lists = []
+        for name, dtype in self.step.lists.items():
+            shape = () if name == "state_steps" else (blocks(count),) if "scale" in name else (count,)
+            lists.append([torch.zeros(shape, dtype=dtype or torch.bfloat16, device="cuda")])
+        places = torch.tensor([0, 2**30 + 1, 2**31 - 1, 2**31, count - 1], device="cuda")
+        lists[1][0][places] = torch.tensor([1.0, 2.0, -3.0, 4.0, -5.0], device="cuda").bfloat16()
+        self.call(lists)
+        stepped = lists[0][0]
+        assert torch.equal(stepped[places].sign().float(), -lists[1][0][places].sign().float())
+        assert sum(int(part.count_nonzero()) for part in stepped.split(2**28)) == len(places)
+
+    @pytest.mark.gpu
+    def test_cuda_second_gpu(self) -> None:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        lists, expected = self.lists("cuda:1"), self.lists("cuda:0")
+        self.call(lists)
+        self.call(expected)
+        assert_lists_close([[tensor.to("cuda:0") for tensor in tensors] for tensors in lists], expected)
+
+    @pytest.mark.gpu
+    def test_cuda_parameters_on_cpu_and_gpu_in_one_group(self) -> None:
+        params = [torch.nn.Parameter(torch.ones(5000, device=device)) for device in ("cpu", "cuda", "cpu", "cuda")]
+        optimizer = self.optimizer(params, lr=0.1)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param in params[1:]:
+            torch.testing.assert_close(param.detach().cpu(), params[0].detach())

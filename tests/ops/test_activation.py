@@ -1,0 +1,254 @@
+"""bias_gelu, bias_silu, swiglu and geglu: the shared contract, float64, special values, every way to pack, every ISA level."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flexops
+from flexops.op_builder import loader
+from flexops.ops import _register
+from flexops.ops import activation as activation_module
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contract import ROUNDING, Case, Contract, Make, Refusal, Shape, assert_near, run
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES: tuple[Shape, ...] = ((3, 8), (2, 5, 100), (64, 1032))
+SMALL = torch.zeros(3, 8)
+
+
+def biased_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return make(*shape, scale=2.0), make(shape[-1])
+
+
+def plain_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return (make(*shape, scale=2.0),)
+
+
+def gated_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return make(*shape, scale=2.0), make(*shape)
+
+
+def packed_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return (make(*shape[:-1], 2 * shape[-1], scale=2.0),)
+
+
+def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., ::2], x[..., 1::2]
+
+
+def biased(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
+    return Case(name, "activation", call, biased_inputs, oracle, names=("x", "bias"), differentiable=(0, 1), parameters=(1,), shapes=SHAPES,
+                huge=(2**18 + 3, 2**13), **more)  # fmt: skip
+
+
+def gated(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
+    return Case(name, "activation", call, gated_inputs, oracle, names=("gate", "up"), differentiable=(0, 1), shapes=SHAPES, **more)
+
+
+def packed(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
+    return Case(name, "activation", call, packed_inputs, oracle, names=("gate",), differentiable=(0,), shapes=SHAPES, **more)
+
+
+class TestContract(Contract):
+    cases = (
+        biased("bias_gelu", flexops.bias_gelu, lambda x, b: F.gelu(x + b), refusals=(
+            Refusal(lambda: flexops.bias_gelu(SMALL, torch.zeros(7)), ValueError, r"bias_gelu: bias must have shape \[8\], .*got \[7\]"),
+            Refusal(lambda: flexops.bias_gelu(SMALL, torch.zeros(1, 8)), ValueError, "bias must have shape"),
+            Refusal(lambda: flexops.bias_gelu(SMALL, approximate="erf"), ValueError, 'approximate must be "none" or "tanh"'),  # type: ignore[arg-type]
+            Refusal(lambda: flexops.bias_gelu(torch.zeros(())), ValueError, "x must have at least one dimension"),
+        )),
+        biased("bias_gelu tanh", lambda x, b: flexops.bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh"), inductor=False),
+        Case("bias_gelu without a bias", "activation", flexops.bias_gelu, plain_inputs, F.gelu, names=("x",), differentiable=(0,), shapes=SHAPES,
+             huge=(2**18 + 3, 2**13)),
+        biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
+        gated("swiglu", flexops.swiglu, lambda g, u: F.silu(g) * u, huge=(2**18 + 3, 2**13), refusals=(
+            Refusal(lambda: flexops.swiglu(SMALL, SMALL[:2]), ValueError, r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]"),
+            Refusal(lambda: flexops.swiglu(SMALL, SMALL, interleaved=True), ValueError, "interleaved must be False"),
+            Refusal(lambda: flexops.swiglu(SMALL, SMALL.half()), TypeError, "up must be a torch.float32 tensor"),
+            Refusal(lambda: flexops.swiglu(SMALL[:, :7]), ValueError, "gate must have an even last dimension"),
+            Refusal(lambda: flexops.swiglu(torch.zeros(())), ValueError, "gate must have at least one dimension"),
+        )),
+        packed("swiglu of halves", flexops.swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+        packed("swiglu of pairs", lambda x: flexops.swiglu(x, interleaved=True), lambda x: F.silu(pairs(x)[0]) * pairs(x)[1]),
+        gated("geglu", flexops.geglu, lambda g, u: F.gelu(g) * u, refusals=(
+            Refusal(lambda: flexops.geglu(SMALL, approximate="none "), ValueError, "geglu: approximate must be"),  # type: ignore[arg-type]
+        )),
+        packed("geglu tanh of pairs", lambda x: flexops.geglu(x, approximate="tanh", interleaved=True),
+               lambda x: F.gelu(pairs(x)[0], approximate="tanh") * pairs(x)[1], huge=(2**17 + 3, 2**13)),
+    )  # fmt: skip
+
+
+# ---- float64 ---------------------------------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "gelu": (flexops.bias_gelu, F.gelu),
+    "gelu tanh": (lambda x: flexops.bias_gelu(x, None, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "silu": (flexops.bias_silu, F.silu),
+}
+
+
+@pytest.fixture(scope="module")
+def native(request: pytest.FixtureRequest) -> None:
+    """The compiled kernels."""
+    if not loader.ensure("activation", "cpu"):
+        request.getfixturevalue("host_compiler")
+        pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == ("activation", "cpu")))
+
+
+@pytest.mark.parametrize("which", ACTIVATIONS)
+@pytest.mark.usefixtures("native")
+def test_every_float32_keeps_its_digits(which: str) -> None:
+    """Values and derivatives, small ones for negative x too, which 1 + tanh(u) and 1 + erf(x) would cancel away."""
+    call, oracle = ACTIVATIONS[which]
+    x, wide = torch.linspace(-12, 12, 400_001, requires_grad=True), torch.linspace(-12, 12, 400_001).double().requires_grad_()
+    value, exact = call(x), oracle(wide)
+    assert ((value.double() - exact).abs() <= 4e-6 * exact.abs().clamp(min=1e-5)).all()
+    (slope,), (exact_slope,) = torch.autograd.grad(value.sum(), x), torch.autograd.grad(exact.sum(), wide)
+    near = torch.where(x.abs() < 3, 2e-7, 0.0)  # the derivative of each has a root there
+    assert ((slope.double() - exact_slope).abs() <= near + 1e-5 * exact_slope.abs().clamp(min=1e-5)).all()
+
+
+@pytest.mark.parametrize("which", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("native")
+def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) -> None:
+    """All of them that are finite: at most a hair more than half a unit in the last place from the exact value."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite() & (x.abs() < 1e30)]
+    call, oracle = ACTIVATIONS[which]
+    exact = oracle(x.double())
+    unit = 2 * ROUNDING[dtype] * exact.abs() + torch.finfo(dtype).tiny * ROUNDING[dtype] * 2
+    error = (call(x).double() - exact).abs()
+    assert (error <= 0.505 * unit + 1e-10).all()
+
+
+@pytest.mark.parametrize("which", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("native")
+def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> None:
+    """Not held against torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
+    call, oracle = ACTIVATIONS[which]
+    infinity, nan, largest = float("inf"), float("nan"), torch.finfo(dtype).max
+    x = torch.tensor([infinity, -infinity, nan, 0.0, -0.0, 1e4, -1e4, largest, -largest, 1.0], dtype=dtype)
+    expected = torch.tensor([infinity, nan, nan, 0.0, 0.0, float(x[5]), 0.0, largest, 0.0, float(oracle(x[9:].double()))], dtype=torch.float64).to(dtype)
+    torch.testing.assert_close(call(x), expected, equal_nan=True)
+    torch.testing.assert_close(call(x.repeat(5)), expected.repeat(5), equal_nan=True)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(call(leaf).sum(), leaf)
+    assert slope[:3].isnan().all()  # as torch's
+    torch.testing.assert_close(slope[3:].float(), torch.tensor([0.5, 0.5, 1.0, 0.0, 1.0, 0.0, float(slope[-1])]))
+    assert not slope[3:].isnan().any()
+
+
+# ---- ways to call ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+@pytest.mark.parametrize("columns", [8, 7, 1, 1500])
+def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns: int) -> None:
+    function = getattr(flexops, name)
+    gate, up, grad = (torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3))
+    halves, alternating = torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2)
+    expected = function(gate, up)
+    assert torch.equal(function(halves), expected)
+    assert torch.equal(function(alternating, interleaved=True), expected)
+    assert torch.equal(function(*halves.chunk(2, -1)), expected)
+    leaves = [x.clone().requires_grad_() for x in (gate, up, halves, alternating)]
+    of_gate, of_up = torch.autograd.grad(function(leaves[0], leaves[1]), leaves[:2], grad)
+    (of_halves,) = torch.autograd.grad(function(leaves[2]), leaves[2], grad)
+    (of_alternating,) = torch.autograd.grad(function(leaves[3], interleaved=True), leaves[3], grad)
+    assert torch.equal(of_halves, torch.cat([of_gate, of_up], -1))
+    assert torch.equal(of_alternating, torch.stack([of_gate, of_up], -1).flatten(-2))
+    assert of_halves.is_contiguous()
+
+
+def test_only_inputs_are_kept_for_backward() -> None:
+    x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    node = flexops.bias_gelu(x, bias).grad_fn
+    assert {tensor.data_ptr() for tensor in node.saved_tensors} == {x.data_ptr(), bias.data_ptr()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1000])
+@pytest.mark.parametrize("columns", [1, 24, 1023, 1025])
+@pytest.mark.usefixtures("native")
+def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
+    x, bias, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(4)) for shape in ((rows, columns), (columns,), (rows, columns)))
+    for dtype in DTYPES:
+        arguments = (grad.to(dtype), x.to(dtype), bias)
+        of_x, of_bias = torch.ops.flexops.bias_silu_backward(*arguments, True)
+        exact = activation_module._biased_backward(*(value.double() for value in arguments), "silu", True)[1]
+        torch.testing.assert_close(of_bias.double(), exact, atol=2e-6 * rows**0.5, rtol=1e-5)
+        assert of_x.dtype == dtype
+
+
+def test_no_rows_give_a_bias_gradient_of_zeros() -> None:
+    x, bias = torch.zeros(0, 8), torch.randn(8, requires_grad=True)
+    flexops.bias_gelu(x, bias).sum().backward()
+    assert bias.grad is not None
+    assert (bias.grad == 0).all()
+
+
+def test_a_vector_has_a_bias_too() -> None:
+    x, bias = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    assert_near(run(flexops.bias_silu, (x, bias), (0, 1)), run(lambda x, b: F.silu(x + b), (x.detach().double(), bias.detach().double()), (0, 1)), 2.0**-24)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.usefixtures("native")
+def test_every_isa_level(isa: str) -> None:
+    """In a process each, because the level is chosen once."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "import test_activation as t\n"
+        "assert t.loader.ensure('activation', 'cpu')\n"
+        "for which in t.ACTIVATIONS:\n"
+        "    t.test_every_float32_keeps_its_digits(which)\n"
+        "    for dtype in t.DTYPES[1:]: t.test_every_16_bit_number_is_rounded_right(which, dtype)\n"
+        "    for dtype in t.DTYPES: t.test_special_values_are_as_documented(which, dtype)\n"
+        "for case in t.TestContract.cases:\n"
+        "    for dtype in t.DTYPES: t.TestContract().test_native_is_what_the_reference_is(case, 'cpu', dtype)\n"
+        "t.test_the_bias_gradient_adds_up_all_rows(65, 1025)\n"
+    )
+    environment = os.environ | {"FLEXOPS_CPU_ISA": isa}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.usefixtures("native")
+def test_the_ops_themselves_check_too() -> None:
+    """For those who call torch.ops directly: a wrong argument is an error, never a wrong address."""
+    ops, x = torch.ops.flexops, torch.zeros(4, 8)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: ops.bias_gelu(x.double(), None, False), "bias_gelu: x must be float32"),
+        (lambda: ops.bias_gelu(x, torch.zeros(7), False), r"bias_gelu: bias must have shape \[8\]"),
+        (lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)), "bias_silu: bias must be float32"),
+        (lambda: ops.bias_silu_backward(x[:3], x, None, False), "bias_silu_backward: grad must have x's shape"),
+        (lambda: ops.bias_silu_backward(x.half(), x, None, False), "grad must be float32"),
+        (lambda: ops.bias_silu_backward(x, x, None, True), "bias_gradient must be false without a bias"),
+        (lambda: ops.swiglu(x, x[:, :4], False), "swiglu: up must have gate's shape"),
+        (lambda: ops.swiglu(x, x.half(), False), "up must be float32"),
+        (lambda: ops.swiglu(x, x, True), "interleaved must be false"),
+        (lambda: ops.geglu(x[:, :7], None, False, False), "geglu: gate must have an even last dimension"),
+        (lambda: ops.geglu_backward(x, x, None, False, False), "geglu_backward: grad must have the result's shape"),
+    ]
+    assert loader.ensure("activation", "cpu")
+    for call, message in wrong:
+        with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def test_doctors_check_agrees() -> None:
+    assert activation_module.self_check("cpu") < 1e-4
+    assert all(op in _register.references for op in (torch.ops.flexops.swiglu.default, torch.ops.flexops.swiglu_backward.default))

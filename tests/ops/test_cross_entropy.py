@@ -1,0 +1,394 @@
+"""flexops.cross_entropy and flexops.linear_cross_entropy: the contract, torch's function, gradients in place, chunks, special values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import Case, Contract, Make, Refusal, Shape
+from torch import Tensor
+
+import flexops
+from flexops.bench.reference import OnReference
+from flexops.op_builder import loader
+from flexops.ops import cross_entropy as cross_entropy_module
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cross_entropy_cases import DTYPES, assert_near, draw, size_of
+
+CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 4096, 10007, 32000, 50257)
+WIDE = 37
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------------------------------
+
+
+def logits_and_target(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
+    target = make.integers(0, shape[1], shape[0])
+    target[1::5] = -100
+    return make(*shape, scale=2.0), target
+
+
+def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    target = make.integers(0, WIDE, shape[0])
+    target[1::5] = -100
+    return make(*shape), make(WIDE, shape[1], scale=shape[1] ** -0.5), target, make(WIDE)
+
+
+def ours(**options: Any) -> Callable[..., Tensor]:
+    return lambda logits, target: flexops.cross_entropy(logits, target, **options)
+
+
+def torchs(z_loss: float = 0.0, **options: Any) -> Callable[..., Tensor]:
+    """In the logits' dtype, and what comes out in float32, as ours does (float64 stays)."""
+
+    def call(logits: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, target, **options)
+        if z_loss:
+            loss = loss + z_loss * (logits.logsumexp(1).square() * (target != -100)).sum() / (target != -100).sum()
+        return loss if loss.dtype == torch.float64 else loss.float()
+
+    return call
+
+
+def layer(**options: Any) -> Callable[..., Tensor]:
+    return lambda x, weight, target, bias: flexops.linear_cross_entropy(x, weight, target, bias, **options)
+
+
+def plain_layer(**options: Any) -> Callable[..., Tensor]:
+    def call(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
+        loss = F.cross_entropy(F.linear(x, weight, bias), target, **options)
+        return loss if loss.dtype == torch.float64 else loss.float()
+
+    return call
+
+
+def wrong_calls() -> tuple[Refusal, ...]:
+    x, t = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+
+    def wrong(message: str, *args: Any, error: type[Exception] = ValueError, **options: Any) -> Refusal:
+        return Refusal(lambda: flexops.cross_entropy(*args, **options), error, message)
+
+    return (
+        wrong(r"target must have shape \(3,\), one class for each row of logits, got \(2,\)", x, t[:2]),
+        wrong("target must be an int64 tensor of class numbers, got torch.int32", x, t.int(), error=TypeError),
+        wrong("target must be on the device of logits, cpu, got meta", x, t.to("meta")),
+        wrong(r"logits must have at least one class in their last dimension, got shape \(3, 0\)", x[:, :0], t),
+        wrong("logits must have at least one dimension, got a scalar", x[0, 0], t[0]),
+        wrong("reduction must be 'mean', 'sum' or 'none', got 'max'", x, t, reduction="max"),
+        wrong(r"label_smoothing must be in \[0, 1\], got 1.5", x, t, label_smoothing=1.5),
+        wrong("z_loss must be at least 0, got -1", x, t, z_loss=-1),
+    )
+
+
+def wrong_layers() -> tuple[Refusal, ...]:
+    x, w, t = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64)
+
+    def wrong(message: str, *args: Any, error: type[Exception] = ValueError, **options: Any) -> Refusal:
+        return Refusal(lambda: flexops.linear_cross_entropy(*args, **options), error, message)
+
+    return (
+        wrong(r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)", x, w[:, :3], t),
+        wrong(r"bias must have shape \[5\], got \(4,\)", x, w, t, w[0]),
+        wrong("weight must be on x's device, cpu, got meta", x, w.to("meta"), t),
+        wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
+        wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)", x, w, t[:1]),
+    )
+
+
+SHAPES, LAYER_SHAPES = ((3, 8), (5, 100), (64, 1031)), ((3, 8), (5, 24), (64, 128))
+LAYER: dict[str, Any] = {"names": ("x", "weight", "target", "bias"), "differentiable": (0, 1, 3), "parameters": (1, 3), "shapes": LAYER_SHAPES}
+LAYER |= {"broadcasts": False}  # a weight that is the same for all classes has a gradient of x that is nothing but rounding
+LAYER |= {"slack": (4.0, 1.3)}  # the largest error is that of a few numbers; torch multiplies by the loss's gradient before it rounds
+
+
+class TestContract(Contract):
+    cases = (
+        Case("cross entropy", "cross_entropy", ours(), logits_and_target, torchs(), names=("logits", "target"), differentiable=(0,), shapes=SHAPES,
+             empty=(), slack=(2.0, 1.05), refusals=wrong_calls()),
+        Case("cross entropy, smoothed, z-loss", "cross_entropy", ours(label_smoothing=0.1, z_loss=1e-2), logits_and_target,
+             torchs(label_smoothing=0.1, z_loss=1e-2), names=("logits",), differentiable=(0,), shapes=SHAPES, empty=(), slack=(2.0, 1.05)),
+        Case("cross entropy of each row", "cross_entropy", ours(reduction="none"), logits_and_target, torchs(reduction="none"), names=("logits",),
+             differentiable=(0,), shapes=SHAPES, slack=(2.0, 1.05), huge=(2**14 + 5, 2**17 + 8)),
+        Case("linear cross entropy of each row", "cross_entropy", layer(reduction="none", chunk_size=2), layer_inputs, plain_layer(reduction="none"),
+             **LAYER),
+    )  # fmt: skip
+
+
+class TestMadeInTheForwardPass(Contract):
+    """Gradients that are there before they are asked for, so a graph serves one backward pass; numerical derivatives of what overwrites its inputs
+    mean nothing."""
+
+    test_gradcheck = None
+    test_gradients_of_any_strides = None
+    cases = (
+        Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits",), differentiable=(0,),
+             shapes=SHAPES, empty=(), broadcasts=False, slack=(2.0, 1.05)),
+        Case("linear cross entropy", "cross_entropy", layer(chunk_size=40), layer_inputs, plain_layer(), empty=(), refusals=wrong_layers(), **LAYER),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def native() -> None:
+    """The compiled kernels."""
+    if not loader.ensure("cross_entropy", "cpu"):
+        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("cross_entropy", "cpu")))
+
+
+@pytest.fixture(params=["op", "reference"])
+def both(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    with OnReference() if request.param == "reference" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("block", range(4))
+def test_cpu_gives_what_the_reference_gives(block: int) -> None:
+    ops = torch.ops.flexops
+    for seed in range(block * 25, block * 25 + 25):
+        x, target, numbers, factors, upstream = draw(seed, "cpu", CLASSES)
+        loss, stats = ops.cross_entropy(x, target, *numbers)
+        expected_loss, expected_stats = cross_entropy_module._cross_entropy_reference(x, target, *numbers)
+        assert_near(loss, expected_loss, size_of(x, numbers))
+        expected = cross_entropy_module._cross_entropy_backward_reference(upstream, x, target, expected_stats, *numbers)
+        assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
+        written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
+        assert_near(ops.cross_entropy_(written, target, factors, *numbers), expected_loss, size_of(x, numbers))
+        cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
+        assert_near(written, expected)
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2"])
+def test_other_instruction_sets(level: str) -> None:
+    """The levels that this machine would not choose by itself."""
+    test = f"{__file__}::test_cpu_gives_what_the_reference_gives"
+    environment = {**os.environ, "FLEXOPS_CPU_ISA": level, "FLEXOPS_TEST_CACHE": os.environ["FLEXOPS_CACHE_DIR"]}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{test}[1]"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# ---- against torch -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 1031)])
+@pytest.mark.usefixtures("both")
+def test_torchs_function(shape: tuple[int, ...], reduction: str, inplace: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randn(shape, generator=generator, requires_grad=True)
+    target = torch.randint(0, shape[-1], shape[:-1], generator=generator)
+    if target.dim():
+        target.view(-1)[0] = 5
+    for smoothing in (0.0, 0.3):
+        options = {"label_smoothing": smoothing, "reduction": reduction, "ignore_index": 5 if target.dim() else -1}
+        actual = flexops.cross_entropy(source * 2, target, **options, inplace=inplace)
+        expected = F.cross_entropy(source.reshape(-1, shape[-1]) * 2, target.reshape(-1), **options)
+        torch.testing.assert_close(actual, expected.reshape(actual.shape))
+        weights = torch.randn(actual.shape, generator=generator)
+        (of_ours,) = torch.autograd.grad((actual * weights).sum(), source)
+        (of_torchs,) = torch.autograd.grad((expected * weights.reshape(expected.shape)).sum(), source)
+        torch.testing.assert_close(of_ours, of_torchs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.usefixtures("both")
+def test_z_loss_and_smoothing_by_autograd(dtype: torch.dtype, inplace: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randn(5, 333, generator=generator).to(dtype).requires_grad_()
+    target = torch.tensor([0, 332, -100, 7, 9])
+    actual = flexops.cross_entropy(source * 1, target, label_smoothing=0.2, z_loss=0.05, reduction="sum", inplace=inplace)
+    x = source.double()
+    lse = x.logsumexp(1)
+    expected = F.cross_entropy(x, target, label_smoothing=0.2, reduction="sum") + 0.05 * (lse.square() * (target >= 0)).sum()
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-6, atol=1e-6)
+    (of_ours,), (of_double,) = torch.autograd.grad(actual, source), torch.autograd.grad(expected, source)
+    torch.testing.assert_close(of_ours, of_double, rtol={torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], atol=1e-6)
+
+
+# ---- special values ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("both")
+def test_ignored_and_invalid_classes(dtype: torch.dtype, inplace: bool) -> None:
+    source = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    source[1] = torch.nan  # of an ignored row: not looked at
+    source.requires_grad_()
+    target = torch.tensor([3, -1, 50, -7, 49, -1])
+    loss = flexops.cross_entropy(source * 1, target, ignore_index=-1, reduction="none", inplace=inplace)
+    (gradient,) = torch.autograd.grad(loss.sum(), source)
+    assert loss.isnan().tolist() == [False, False, True, True, False, False]
+    assert loss[[1, 5]].tolist() == [0.0, 0.0]
+    assert gradient[[2, 3]].isnan().all()
+    assert not gradient[[1, 5]].any()
+    assert gradient[[0, 4]].isfinite().all()
+    assert flexops.cross_entropy(source * 1, target, ignore_index=-1, inplace=inplace).isnan()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.usefixtures("both")
+def test_nothing_but_ignored_rows(inplace: bool) -> None:
+    source = torch.randn(3, 5, requires_grad=True)
+    target = torch.full((3,), -100)
+    for reduction, expected in (("mean", torch.nan), ("sum", 0.0)):
+        loss = flexops.cross_entropy(source * 1, target, reduction=reduction, inplace=inplace)
+        torch.testing.assert_close(loss, torch.tensor(expected), equal_nan=True)
+        (gradient,) = torch.autograd.grad(loss, source)
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.usefixtures("both")
+def test_no_rows(reduction: str) -> None:
+    x, target = torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    weight = torch.zeros(7, 5, requires_grad=True)
+    for loss in (
+        flexops.cross_entropy(x, target, reduction=reduction),
+        flexops.cross_entropy(x * 1, target, reduction=reduction, inplace=True),
+        flexops.linear_cross_entropy(x, weight, target, reduction=reduction),
+    ):
+        torch.testing.assert_close(loss, F.cross_entropy(x, target, reduction=reduction), equal_nan=True)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("both")
+def test_large_logits_do_not_overflow(dtype: torch.dtype) -> None:
+    x = torch.tensor([[6e4, -6e4, 6e4], [-6e4, -6e4, -6e4]]).to(dtype)
+    loss = flexops.cross_entropy(x, torch.tensor([0, 2]), reduction="none")
+    torch.testing.assert_close(loss, torch.tensor([2.0, 3.0]).log(), atol=1e-2, rtol=0)
+
+
+# ---- in place ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_lies_over_the_logits() -> None:
+    source = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    target = torch.tensor([1, 2, 3, 999])
+    logits = source * 1
+    (expected,) = torch.autograd.grad(F.cross_entropy(source, target), source)
+    loss = flexops.cross_entropy(logits, target, inplace=True)
+    torch.testing.assert_close(logits.detach(), expected)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.data_ptr() == logits.data_ptr()
+
+
+def test_misuse_of_destroyed_logits_is_found() -> None:
+    source, target = torch.randn(3, 5, requires_grad=True), torch.tensor([1, 2, 3])
+    logits = torch.tanh(source)  # whose backward pass needs its result
+    loss = flexops.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    logits = source * 1
+    loss = flexops.cross_entropy(logits, target, inplace=True)
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = flexops.cross_entropy(source * 1, target, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_logits_are_left_alone_where_nothing_needs_a_gradient() -> None:
+    x, target = torch.randn(3, 5), torch.tensor([1, 2, 3])
+    before = x.clone()
+    flexops.cross_entropy(x, target, inplace=True)
+    with torch.no_grad():
+        flexops.cross_entropy(x.requires_grad_(), target, inplace=True)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_in_place_with_gaps_between_rows(reduction: str) -> None:
+    wide = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
+    before, target = wide.clone(), torch.tensor([1, 2, 3, 63])
+    logits = wide[:, 3:67].requires_grad_()
+    loss = flexops.cross_entropy(logits, target, reduction=reduction, inplace=True)
+    (gradient,) = torch.autograd.grad((loss * 3).sum(), logits)
+    plain = before[:, 3:67].clone().requires_grad_()
+    (expected,) = torch.autograd.grad((F.cross_entropy(plain, target, reduction=reduction) * 3).sum(), plain)
+    torch.testing.assert_close(gradient, expected)
+    assert torch.equal(wide[:, :3], before[:, :3])
+    assert torch.equal(wide[:, 67:], before[:, 67:])
+
+
+# ---- the linear layer ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 7, 100])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.usefixtures("both")
+def test_layer_and_loss_in_chunks(reduction: str, chunk_size: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((2, 13, 16), (33, 16), (33,)))
+    target = torch.randint(0, 33, (2, 13), generator=generator)
+    target[0, 4] = -100
+    for inputs in ((x, weight, bias), (x,), (weight,), (bias,)):
+        actual = flexops.linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, reduction=reduction, chunk_size=chunk_size)
+        flat = F.linear(x, weight, bias).view(-1, 33)
+        expected = F.cross_entropy(flat, target.view(-1), label_smoothing=0.1, reduction=reduction).view(actual.shape)
+        torch.testing.assert_close(actual, expected)
+        weights = torch.randn(actual.shape, generator=generator)
+        of_ours = torch.autograd.grad((actual * weights).sum(), inputs)
+        torch.testing.assert_close(of_ours, torch.autograd.grad((expected * weights).sum(), inputs), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(flexops.linear_cross_entropy(x, weight, target, None), F.cross_entropy(F.linear(x, weight).view(-1, 33), target.view(-1)))
+
+
+def test_the_weights_gradient_is_summed_in_float32() -> None:
+    """In bfloat16, many chunks are as exact as one."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in ((512, 8), (16, 8)))
+    target = torch.randint(0, 16, (512,), generator=generator)
+    (exact,) = torch.autograd.grad(F.cross_entropy(F.linear(x.double(), weight.double()), target), weight)
+
+    def error(chunk_size: int) -> float:
+        (gradient,) = torch.autograd.grad(flexops.linear_cross_entropy(x, weight, target, chunk_size=chunk_size), weight)
+        return float((gradient.double() - exact.double()).norm() / exact.double().norm())
+
+    assert error(4) <= 1.5 * error(512)
+
+
+def test_chunks() -> None:
+    for weight, rows in ((128256 * 4096 * 2, 4096), (2**20, 1024)):
+        sizes = [part.stop - part.start for part in cross_entropy_module._chunks(8192, 128256 * 2, 0, weight)]
+        assert sum(sizes) == 8192
+        assert set(sizes) == {rows}
+    assert cross_entropy_module._chunks(10, 20, 4, 0) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert cross_entropy_module._chunks(0, 20, 0, 0) == []
+    assert cross_entropy_module._chunks(100, 28, 0, 0) == [slice(0, 100)]
+
+
+def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    linear = F.linear
+
+    def watched(*args: Any) -> Tensor:
+        nonlocal largest
+        logits = linear(*args)
+        largest = max(largest, logits.shape[0])
+        return logits
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    x, weight = torch.randn(100, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    flexops.linear_cross_entropy(x, weight, torch.zeros(100, dtype=torch.int64), chunk_size=16).backward()
+    assert largest == 16
+
+
+def test_self_check() -> None:
+    assert cross_entropy_module.self_check("cpu") < 1e-5
