@@ -4,16 +4,18 @@ from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """``142 s``, ``1.09 s``, ``2.3 ms``: three significant digits or fewer."""
+    """``142 s``, ``1.09 s``, ``2.3 ms``, ``45.6 us``: three significant digits or fewer."""
     if seconds >= 99.5:
         return f"{seconds:.0f} s"
     if seconds >= 9.95:
         return f"{seconds:.1f} s"
     if seconds >= 0.995:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1000:.1f} ms"
+    if seconds >= 0.9995e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us" if seconds >= 0.995e-4 else f"{seconds * 1e6:.1f} us"
 
 
-def ratio(value: float) -> str:
-    """``37x``, ``2.4x``."""
-    return f"{value:.0f}x" if value >= 9.95 else f"{value:.1f}x"
+def ratio(value: float, digits: int = 1) -> str:
+    """``37x``, ``2.4x``, with two digits ``2.41x``."""
+    return f"{value:.0f}x" if value >= 9.95 else f"{value:.{digits}f}x"

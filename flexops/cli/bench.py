@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from .. import settings, toolchain
-from ..bench import build_ladder, plot
+from ..bench import build_ladder, machine, ops_markdown, ops_plot, plot
 from ..bench.build_ladder import Ladder, Measurement
+from ..bench.machine import Machine
+from ..bench.results import LEVEL, Results
 from ..bench.text import duration, ratio
+from ..errors import FlexopsError
+
+_COMPILE_HELP = "torch.compile's mode for the contenders made by it, or off. Off on the CPU and default on CUDA, if not given."
 
 app = typer.Typer(no_args_is_help=True, help="Measure what flexops claims, both sides in one run.")
 
@@ -76,30 +81,91 @@ def _cells(item: Measurement, slowest: float | None) -> tuple[str, str]:
 
 @app.command()
 def ops(
-    op: Annotated[list[str] | None, typer.Option("--op", help="An op to measure (repeatable); all if none is named.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", help="An op to measure, by family or by function (repeatable); all if none is named.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Smaller tensors, for a quick look.")] = False,
+    mode: Annotated[str | None, typer.Option("--compile", metavar="MODE", help=_COMPILE_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf).")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")] = False,
+    earlier: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring.")] = None,
 ) -> None:
     """Every op against torch's own ways to do the same, with the copy bandwidth of the same run."""
-    from ..bench import machine, ops  # torch is imported only when it is needed
+    run = _read_run(earlier) if earlier else _measure_ops(device, tuple(op or ()), small, mode)
+    if chart:
+        title = f"{run.device}: copy {run.results.copy / 1e9:.0f} GB/s"
+        ops_plot.save(run.results, title, str(run.machine), chart)
+    if as_json:
+        typer.echo(json.dumps(run.as_dict(), indent=1))
+    elif as_markdown:
+        typer.echo(ops_markdown.tables(run.results))
+    else:
+        _show_ops(run, Console())
 
-    chosen = settings.current()
+
+@dataclass(frozen=True)
+class _Run:
+    machine: Machine
+    device: str
+    results: Results
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"machine": self.machine.as_dict(), "device": self.device, **self.results.as_dict()}
+
+
+def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: str | None) -> _Run:
+    from ..bench import ops  # torch is imported only when it is needed
+    from ..bench.cases import Setup
+
     where = device or ops.default_device()
+    if mode is None:
+        mode = "default" if where == "cuda" else "off"
     console = Console(stderr=True)
     with console.status("flexops: starting") as status:
-        copy, timings = ops.run(where, tuple(op or ()), small=small, report=status.update)
-    about = machine.describe(toolchain.discover(chosen, device="cuda"))
-    if as_json:
-        facts = {"machine": about.as_dict(), "device": ops.device_name(where), "copy_bandwidth": copy}
-        typer.echo(json.dumps({**facts, "timings": [asdict(timing) for timing in timings]}, indent=1))
+
+        def report(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        results = ops.run(Setup(where, small=small, compile="" if mode == "off" else mode), names, report=report)
+    return _Run(machine.describe(toolchain.discover(settings.current(), device="cuda")), ops.device_name(where), results)
+
+
+def _read_run(file: Path) -> _Run:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench ops --json printed") from error
+
+
+def _show_ops(run: _Run, console: Console) -> None:
+    table = Table(title=f"{run.device}: copy {run.results.copy / 1e9:.0f} GB/s", title_justify="left")
+    for name in ("what", "part", "by", "median", "GB/s", "of copy", "against flexops"):
+        table.add_column(name, justify="left" if name in ("what", "part", "by") else "right")
+    for group in run.results.groups():
+        for number, item in enumerate(group):
+            bandwidth = (f"{item.bandwidth / 1e9:.0f}", f"{item.of_copy:.2f}") if item.bandwidth else ("", "")
+            memory = f" (+ {item.memory / 2**20:.0f} MiB)" if item.memory is not None else ""
+            heading = ("", "") if number else (item.case, item.part)
+            table.add_row(*heading, item.contender + memory, duration(item.seconds), *bandwidth, ratio(item.seconds / group[0].seconds, 2) if number else "")
+    console.print(table)
+    _show_behind(run, console)
+    for case, contender, reason in run.results.absent:
+        console.print(f"not measured: {contender} in {case}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    console.print(str(run.machine), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_behind(run: _Run, console: Console) -> None:
+    behind = run.results.behind()
+    if not behind:
+        console.print("Nobody is ahead of flexops in any of these.", highlight=False)
         return
-    table = Table(title=f"{ops.device_name(where)}: copy {copy / 1e9:.0f} GB/s", title_justify="left")
-    for name in ("what", "by", "median", "GB/s", "of copy"):
-        table.add_column(name, justify="left" if name in ("what", "by") else "right")
-    previous = ""
-    for item in timings:
-        table.add_row(item.case if item.case != previous else "", item.contender, duration(item.seconds), f"{item.bandwidth / 1e9:.0f}", f"{item.of_copy:.2f}")
-        previous = item.case
-    Console().print(table)
-    typer.echo(str(about))
+    table = Table(title=f"Not ahead (up to {(LEVEL - 1) * 100:.0f} % is called level)", title_justify="left")
+    for name in ("what", "part", "faster", "flexops", "theirs", "by"):
+        table.add_column(name, justify="left" if name in ("what", "part", "faster") else "right")
+    for item in behind:
+        by = "level" if item.ratio <= LEVEL else f"{(item.ratio - 1) * 100:.0f} %"
+        table.add_row(item.case, item.part, item.by, duration(item.seconds), duration(item.theirs), by)
+    console.print(table)

@@ -1,4 +1,5 @@
-"""The build ladder's bookkeeping: which rungs are climbed, what is compared, how it is told. The rungs themselves take minutes (see the slow test)."""
+"""The bookkeeping of the benchmarks: what is climbed and measured, what is compared, how it is told. The build ladder's rungs themselves take minutes
+(see the slow test); of the operators' cases a few small ones are run."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ from builds import TOOLS, child_environment
 from typer.testing import CliRunner
 
 from flexops import settings, toolchain
-from flexops.bench import build_ladder, build_runner, plot
+from flexops.bench import build_ladder, build_runner, cases, ops, ops_plot, plot, timing
 from flexops.bench.build_ladder import RUNGS, Ladder
+from flexops.bench.cases import SOURCES, Case, Setup, Source
+from flexops.bench.results import Results, Timing
 from flexops.bench.text import duration, ratio
 from flexops.cli._app import app
 from flexops.errors import FlexopsError, ToolchainError
+from flexops.op_builder import catalog, loader
 from flexops.toolchain.model import CudaToolkit
 
 SECONDS = {rung.id: 200.0 / (number + 1) ** 3 for number, rung in enumerate(RUNGS)}
@@ -110,7 +114,10 @@ def test_without_a_toolkit_it_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(142.4, "142 s"), (50.24, "50.2 s"), (1.094, "1.09 s"), (0.0023, "2.3 ms"), (0.9951, "1.00 s")])
+DURATIONS = [(142.4, "142 s"), (50.24, "50.2 s"), (1.094, "1.09 s"), (0.0023, "2.3 ms"), (0.9951, "1.00 s"), (1.26e-4, "126 us"), (9.94e-6, "9.9 us")]
+
+
+@pytest.mark.parametrize(("seconds", "text"), DURATIONS)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -133,3 +140,145 @@ def test_a_quick_ladder_on_this_machine(nvcc_toolkit: CudaToolkit, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     seconds = {rung["id"]: rung["seconds"] for rung in json.loads(done.stdout)["rungs"] if rung["seconds"]}
     assert seconds["flexops-warm"] < seconds["flexops-cold"] < seconds["torch-all-jobs"]
+
+
+# ---- bench ops -----------------------------------------------------------------------------------------------------------------------------
+
+
+def timing_of(contender: str, seconds: float, case: str = "rms_norm bf16 4x8", part: str = "forward") -> Timing:
+    return Timing("norm", "rms_norm", case, part, contender, seconds, 1e9 / seconds, 0.01 / seconds)
+
+
+RESULTS = Results(
+    1e11,
+    (
+        timing_of("torch eager", 0.02),
+        timing_of("flexops", 0.011),
+        timing_of("torch.compile", 0.0109),
+        timing_of("flexops", 0.03, part="backward"),
+        timing_of("torch eager", 0.02, part="backward"),
+        timing_of("flexops", 0.01, case="layer_norm bf16 4x8"),
+        timing_of("torch eager", 0.02, case="layer_norm bf16 4x8"),
+    ),
+    (("rms_norm bf16 4x8", "Liger", "ImportError: no triton"),),
+)
+
+
+def test_what_is_behind_is_found_worst_first() -> None:
+    assert [(item.case, item.part, item.by) for item in RESULTS.behind()] == [
+        ("rms_norm bf16 4x8", "backward", "torch eager"),
+        ("rms_norm bf16 4x8", "forward", "torch.compile"),
+    ]
+    assert RESULTS.behind()[0].ratio == pytest.approx(1.5)
+    assert [group[0].contender for group in RESULTS.groups()] == ["flexops"] * 3
+
+
+def test_results_survive_json() -> None:
+    assert Results.from_dict(json.loads(json.dumps(RESULTS.as_dict()))) == RESULTS
+
+
+@pytest.fixture
+def saved_run(tmp_path: Path) -> Path:
+    """A file as ``bench ops --json`` writes it."""
+    machine = {"date": "", "cpu": "Abacus", "cpus": 1, "memory_gib": 1.0, "system": "", "python": "3", "flexops": "0", "torch": "2", "nvcc": ""}
+    machine |= {"host_compiler": "", "ninja": "", "launcher": ""}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"machine": machine, "device": "Abacus GPU", **RESULTS.as_dict()}))
+    return file
+
+
+def test_an_earlier_run_is_shown(saved_run: Path) -> None:
+    shown = CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False, env={"COLUMNS": "200"}).stdout
+    assert "Abacus GPU: copy 100 GB/s" in shown
+    assert "Not ahead" in shown
+    assert "level" in shown
+    assert "50 %" in shown
+    assert "not measured: Liger in rms_norm bf16 4x8: ImportError: no triton" in shown
+    written = CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run), "--markdown"], catch_exceptions=False).stdout
+    assert "| rms_norm bf16 4x8 | forward | 11.0 ms | 91 | 0.91 | 1.82x | 0.99x |" in written
+    assert "| rms_norm bf16 4x8 | backward | torch eager | 30.0 ms | 20.0 ms | 50 % |" in written
+    told = json.loads(CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run), "--json"], catch_exceptions=False).stdout)
+    assert told["behind"][0]["by"] == "torch eager"
+    saved_run.write_text("{}")
+    with pytest.raises(FlexopsError, match="cannot be read"):
+        CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False)
+
+
+def test_chart_of_operators(tmp_path: Path, saved_run: Path, require: Callable[..., None]) -> None:
+    import importlib.util
+
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png")], catch_exceptions=False)
+    assert (tmp_path / "ops.png").stat().st_size > 5000
+    with pytest.raises(FlexopsError, match="cannot be written"):
+        ops_plot.save(RESULTS, "", "", tmp_path / "no" / "such" / "chart.png")
+
+
+def test_every_family_has_cases() -> None:
+    assert {source.family for source in SOURCES} == {spec.name for spec in catalog.CATALOG}
+
+
+def test_ops_are_chosen_by_family_or_function() -> None:
+    assert cases.sources(()) == SOURCES
+    assert [source.family for source in cases.sources(("rms_norm", "quant"))] == ["norm", "quant"]
+    with pytest.raises(FlexopsError, match="no benchmark for sqrt"):
+        cases.sources(("sqrt",))
+
+
+def test_a_run_measures_each_contender_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def broken() -> None:
+        raise ImportError("it is of another version\nand so on")
+
+    def paper_cases(setup: Setup) -> list[Case]:
+        assert setup.device == "cpu"
+        contenders = {"flexops": lambda: calls.append("ours"), "torch eager": lambda: calls.append("theirs"), "Liger": broken}
+        return [Case("norm", "rms_norm", "rms_norm", "forward", 100, contenders, ""), Case("norm", "layer_norm", "layer_norm", "forward", 100, contenders, "")]
+
+    monkeypatch.setattr(Source, "cases", lambda _, setup: paper_cases(setup))
+    monkeypatch.setattr(loader, "ensure", lambda *_: True)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 2**16})
+    results = ops.run(Setup("cpu"), ("rms_norm",))
+    assert [item.contender for item in results.timings] == ["flexops", "torch eager"]
+    assert results.absent == (("rms_norm", "Liger", "ImportError: it is of another version"),)
+    assert calls.count("ours") == calls.count("theirs")
+    assert results.copy > 0
+
+
+def test_what_is_not_native_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "ensure", lambda *_: False)
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 2**16})
+    with pytest.raises(FlexopsError, match="norm is not native on cpu"):
+        ops.run(Setup("cpu"), ("norm",))
+
+
+def test_who_takes_long_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, now = {"quick": 0, "slow": 0}, 0.0
+
+    def take(name: str, seconds: float) -> None:
+        nonlocal now
+        turns[name] += 1
+        now += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    medians = timing.medians({"quick": lambda: take("quick", 1e-4), "slow": lambda: take("slow", 0.02)}, "cpu", budget=0.05)
+    assert turns == {"quick": 30, "slow": 3}
+    assert medians == pytest.approx({"quick": 1e-4, "slow": 0.02})
+
+
+def test_inputs_rotate_with_their_gradients() -> None:
+    import torch
+
+    from flexops.bench.cases.case import input_sets, rotating
+
+    sets = input_sets((torch.ones(3, requires_grad=True), torch.ones(3), 5))
+    assert len(sets) == 3
+    assert len({tensor.data_ptr() for inputs in sets for tensor in inputs[:2]}) == 6
+    assert [[tensor.requires_grad for tensor in inputs[:2]] for inputs in sets] == [[True, False]] * 3
+    made: list[int] = []
+    call = rotating([lambda number=number: made.append(number) for number in range(3)])
+    for _ in range(4):
+        call()
+    assert sorted(made[:2]) == [1, 2], "all are called the first time"
+    assert made[2:] == [0, 1, 2, 0]

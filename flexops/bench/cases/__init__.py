@@ -1,0 +1,54 @@
+"""What ``flexops bench ops`` measures: a module for each kind of operator, all listed in ``SOURCES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from ...errors import FlexopsError
+from .case import Case as Case
+from .case import Setup as Setup
+
+
+class Source(NamedTuple):
+    """Where a family's cases come from: ``<module>.<maker>(setup)``; and the public functions that they are about."""
+
+    family: str
+    module: str
+    maker: str
+    functions: tuple[str, ...]
+
+    def cases(self, setup: Setup) -> Iterator[Case]:
+        maker: Callable[[Setup], Iterator[Case]] = getattr(import_module(f".{self.module}", __name__), self.maker)
+        return maker(setup)
+
+
+SOURCES: tuple[Source, ...] = (
+    Source("norm", "norm", "norm", ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized")),
+    Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu")),
+    Source("rope", "rope", "rope", ("rotary_embedding",)),
+    Source("softmax", "softmax", "softmax", ("scaled_masked_softmax", "causal_softmax")),
+    Source("cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")),
+    Source("adam", "optim", "adam", ("AdamW",)),
+    Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
+    Source("lion", "optim", "lion", ("Lion",)),
+    Source("adagrad", "optim", "adagrad", ("Adagrad",)),
+    Source("lamb", "optim", "lamb", ("LAMB",)),
+    Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
+    Source("quant", "quant", "quant", ("quantize", "dequantize")),
+    Source("fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")),
+)
+
+
+def sources(ops: Sequence[str]) -> tuple[Source, ...]:
+    """The sources for the families and functions called ``ops``; all if there are none.
+
+    Raises:
+        FlexopsError: a name is neither.
+    """
+    known = {name for source in SOURCES for name in (source.family, *source.functions)}
+    unknown = sorted(set(ops) - known)
+    if unknown:
+        raise FlexopsError(f"no benchmark for {', '.join(unknown)}", required=", ".join(sorted(known)), fix="flexops bench ops --help")
+    return tuple(source for source in SOURCES if not ops or set(ops) & {source.family, *source.functions})
