@@ -56,12 +56,17 @@ class PlatformFact:
 
 @dataclass(frozen=True)
 class PythonFact:
-    """This Python. ``environment`` is venv, conda or system; ``headers``: is Python.h there?"""
+    """This Python. ``environment`` is venv, conda or system; ``headers``: is Python.h there?
+
+    ``origin`` is the Python below: the distribution's, conda's, or one of its own (uv, pyenv, built by hand), whose headers no package of the
+    distribution brings.
+    """
 
     version: tuple[int, int, int]
     executable: str
     environment: Literal["venv", "conda", "system"]
     headers: bool
+    origin: Literal["system", "conda", "other"] = "system"
 
 
 @dataclass(frozen=True)

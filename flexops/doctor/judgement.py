@@ -45,16 +45,17 @@ def _unjudged(name: str, found: str, required: str) -> Finding:
 # ---- what several checks need to know -----------------------------------------------------------------------------------------------------
 
 
-def _ops() -> tuple[str, ...]:
+def _ops(device: str = "") -> tuple[str, ...]:
+    """The ops, or those with kernels for a device type: on another they are plain PyTorch, and nothing is missing."""
     from ..op_builder.catalog import CATALOG
 
-    return tuple(spec.name for spec in CATALOG)
+    return tuple(spec.name for spec in CATALOG if not device or device in spec.devices)
 
 
 def _must_build(facts: Facts, device: str) -> bool:
     """Whether some op has no library for that device type yet."""
     libraries = () if isinstance(facts.libraries, Unknown) else facts.libraries
-    return not tools.has_library(libraries, device, _ops())
+    return not tools.has_library(libraries, device, _ops(device))
 
 
 def _gpu_here(facts: Facts) -> bool:
@@ -129,7 +130,7 @@ def _target_row(facts: Facts) -> Iterator[Finding]:
     row = _row(facts)
     if row is None:
         return
-    ops = _ops()
+    ops = _ops("cpu" if row.accelerator == "cpu" else "cuda")
     libraries = known(facts.libraries)
     compiled = set(ops) <= target.compiled_ops(row, libraries)
     yield target.torch(row, known(facts.torch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ from .. import __version__
 from ..errors import ImageError
 from ..targets import Target
 from ..targets.image_files import build_args, dockerfile_path
-from . import context, dockerfile
+from . import context, dockerfile, naming
 from .engine import engine_root
 from .failure import Step, explain
 from .naming import Stage, split
@@ -28,6 +30,8 @@ Report = Callable[[Step, str], None]
 """Called with the step that runs and the last line it said."""
 
 _STEP = re.compile(r"^Step (\d+)/(\d+) : (.*)", re.DOTALL)
+_STEP_DONE = re.compile(r"^ ---> ([0-9a-f]{12,})\s*$")
+_COMPILES = "-m flexops.op_builder"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -46,9 +50,9 @@ class Wish:
     no_cache: bool = False
     jobs: int | None = None
 
-    def args(self, revision: str) -> dict[str, str]:
-        """Every build argument: the row's, overruled by the wishes."""
-        wishes = {"BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": self.index_url, "JOBS": str(self.jobs or "")}
+    def args(self, revision: str, seed: str = "") -> dict[str, str]:
+        """Every build argument: the row's, overruled by the wishes. ``seed``: an image with libraries of an earlier build."""
+        wishes = {"BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": self.index_url, "JOBS": str(self.jobs or ""), "SEED": seed}
         fixed = {"VERSION": __version__, "REVISION": revision}
         return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **fixed}
 
@@ -76,6 +80,8 @@ class _Progress:
     image: str = ""
     error: str = ""
     output: list[str] = field(default_factory=list)
+    step_cached: bool = False
+    compiled: str = ""  # the image that the step left which compiles, unless it was there already
 
     def failed_step(self, args: Mapping[str, str]) -> Step | None:
         """The step that ran last, with what it said, and its base image by name."""
@@ -98,12 +104,14 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     log = log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
     text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
-    progress, args = _Progress(), wish.args(revision(root))
+    progress, args = _Progress(), wish.args(revision(root), _seed(client, wish))
     with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
         context.pack(root, text, wish.ca_bundle, packed)
         packed.seek(0)
         for event in _events(client, wish, packed, args):
             _take(event, progress, kept, report)
+    if progress.compiled:
+        _keep_kernels(client, wish, progress.compiled)
     if progress.error or not progress.image:
         message = progress.error or "the engine ended the build without an image"
         raise explain(wish.target.id, progress.failed_step(args), message, free_bytes=_free_bytes(client), log=log)
@@ -111,6 +119,29 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     image.tag(*split(wish.reference))
     steps = progress.step.total if progress.step else 0
     return Built(wish.target.id, wish.reference, str(image.id), round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
+
+
+def _seed(client: DockerClient, wish: Wish) -> str:
+    """The image with the libraries of this row's last build; empty if there is none, or all is to be built anew."""
+    from docker.errors import DockerException
+
+    name = naming.kernels(wish.target.id)
+    try:
+        client.images.get(name)
+    except DockerException:
+        return ""
+    return "" if wish.no_cache else name
+
+
+def _keep_kernels(client: DockerClient, wish: Wish, image: str) -> None:
+    """Keep what was compiled as a small image of its own, for the next build. If that cannot be done, the next build only takes longer."""
+    from docker.errors import DockerException
+
+    text = f"FROM scratch\nCOPY --from={image} /opt/kernels /opt/kernels\n"
+    with contextlib.suppress(DockerException):
+        for event in client.api.build(fileobj=io.BytesIO(text.encode()), tag=naming.kernels(wish.target.id), rm=True, forcerm=True, decode=True):
+            if "error" in event:
+                break
 
 
 def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -150,9 +181,13 @@ def _take(event: dict[str, Any], progress: _Progress, log: IO[str], report: Repo
 def _stream(text: str, progress: _Progress, report: Report | None) -> None:
     if match := _STEP.match(text):
         progress.step = Step(int(match[1]), int(match[2]), " ".join(match[3].split()))
+        progress.step_cached = False
         progress.output.clear()
     elif text.strip() == "---> Using cache":
         progress.cached += 1
+        progress.step_cached = True
+    elif (done := _STEP_DONE.match(text)) and progress.step and _COMPILES in progress.step.instruction and not progress.step_cached:
+        progress.compiled = done[1]
     elif not text.startswith((" --->", "Removing intermediate container")):
         progress.output.append(text)
     if progress.step and report:

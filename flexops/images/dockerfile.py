@@ -13,6 +13,7 @@ from ..errors import ImageError
 
 _FROM = re.compile(r"^FROM\s+(\S+)\s+AS\s+(\S+)\s*$", re.MULTILINE)
 _COPY_FROM = re.compile(r"^COPY\s+--from=(\S+)", re.MULTILINE)
+_ARG = re.compile(r"^ARG\s+(\w+)=(\S+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ def stages(text: str) -> tuple[str, tuple[Stage, ...]]:
     """What stands before the first stage, and the stages."""
     starts = list(_FROM.finditer(text))
     head = text[: starts[0].start()] if starts else text
+    defaults = dict(_ARG.findall(head))
     ends = [start.start() for start in starts[1:]] + [len(text)]
-    return head, tuple(_stage(match, text[match.start() : end]) for match, end in zip(starts, ends, strict=True))
+    return head, tuple(_stage(match, text[match.start() : end], defaults) for match, end in zip(starts, ends, strict=True))
 
 
-def _stage(match: re.Match[str], text: str) -> Stage:
-    return Stage(match[2], text, frozenset({match[1], *_COPY_FROM.findall(text)}))
+def _stage(match: re.Match[str], text: str, defaults: dict[str, str]) -> Stage:
+    base = re.sub(r"^\$\{(\w+)\}$", lambda name: defaults.get(name[1], name[0]), match[1])
+    return Stage(match[2], text, frozenset({base, *_COPY_FROM.findall(text)}))
 
 
 def only(text: str, wanted: str) -> str:

@@ -52,6 +52,11 @@ def reference(target_id: str, stage: Stage, tag: str | None = None, *, several: 
     return tag
 
 
+def kernels(target_id: str) -> str:
+    """The image that keeps the libraries of a row's last build, so that the next one compiles only what has changed."""
+    return f"{REPOSITORY}-kernels:{target_id}"
+
+
 def split(name: str) -> tuple[str, str]:
     """Repository and tag."""
     head, colon, tag = name.rpartition(":")

@@ -23,7 +23,7 @@ def main(accelerator: str) -> int:
         if result.error:
             print(f"flexops: {result.plan.name}: {result.error}{_log(result.error)}", file=sys.stderr)
         else:
-            print(f"{result.plan.name}: {result.seconds:.1f} s")
+            print(f"{result.plan.name}: {'was there' if result.cached else f'{result.seconds:.1f} s'}")
     return next((result.error.exit_code for result in results if result.error), 0)
 
 

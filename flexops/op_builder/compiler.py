@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ Progress = Callable[[int, int, str], None]
 
 _STATUS = "@flexops %f %t "
 _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
+_ATTENTIVE_MS = 200
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,14 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
     environ = {**os.environ, "CCACHE_NOHASHDIR": "1", "LC_ALL": "C", **environment, "NINJA_STATUS": _STATUS}
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
-            text=True, encoding="utf-8", errors="replace",
-        )  # fmt: skip
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True, bufsize=0
+        )
     except OSError as error:
         raise ToolchainError("ninja cannot be started", found=f"{command[0]}: {error.strerror}", fix="pip install ninja") from error
     said: list[str] = []
     try:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in _lines(process, process.stdout.fileno()):
             if match := _STATUS_LINE.match(line):
                 if progress:
                     progress(int(match[1]), int(match[2]), match[3])
@@ -114,9 +117,36 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
     finally:
         if process.poll() is None:  # interrupted: stop the compilers too
             _stop(process)
+        if process.stdout:
+            process.stdout.close()
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _lines(process: subprocess.Popen[bytes], descriptor: int) -> Iterator[str]:
+    """What a process writes to a pipe, line by line, until the pipe's end or, if something that it started keeps the pipe open, the process's.
+
+    Not a plain read, which a signal need not end: in a large process another thread may be the one that takes it, or a library's handler in front of
+    Python's may have the kernel go on reading. Then Ctrl-C would count only after the compiler's next word. Here it does within ``_ATTENTIVE_MS``.
+    """
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    rest = ""
+    data = b"..."
+    while data:
+        ended = process.poll() is not None  # before looking, so that its last words are not missed
+        if poller.poll(0 if ended else _ATTENTIVE_MS):
+            data = os.read(descriptor, 1 << 16)
+        elif ended:
+            data = b""
+        else:
+            continue
+        *whole, rest = (rest + decoder.decode(data, final=not data)).split("\n")
+        yield from (f"{line}\n" for line in whole)
+    if rest:
+        yield rest
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

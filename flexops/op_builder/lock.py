@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_LONGEST_NAP = 0.1
 
 
 @contextlib.contextmanager
@@ -22,8 +25,7 @@ def held(path: Path) -> Iterator[None]:
         descriptor = None
     try:
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _wait(descriptor)
         yield
     finally:
         if descriptor is not None:
@@ -43,6 +45,21 @@ def is_held(path: Path) -> bool:
     finally:
         _release(descriptor)
     return False
+
+
+def _wait(descriptor: int) -> None:
+    """Until the lock is held, or proves to be refused here. In naps: a signal need not end a wait in the kernel (``compiler._lines`` says why)."""
+    nap = 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(nap)
+            nap = min(nap * 2, _LONGEST_NAP)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _open(path: Path) -> int:

@@ -220,7 +220,8 @@ def _compile_steps(
     torch, host, cuda = toolchain.torch, toolchain.host, toolchain.cuda
     assert torch is not None  # _require() was first
     assert host is not None
-    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}")
+    # With the map __FILE__ is the same from wherever the sources are compiled, and so is the library.
+    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc")
     device_flag = f"-DFLEXOPS_DEVICE_{device.upper()}=1"
     extra = ("-DUSE_CUDA", *(f"-isystem{path}" for path in cuda.include_dirs)) if device == "cuda" and cuda else ()
     binding = csrc / spec.binding

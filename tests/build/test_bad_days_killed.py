@@ -129,6 +129,28 @@ def test_interrupted(case: Case, group: bool) -> None:
     assert answer(Path(case.build()["library"])) == 42
 
 
+@pytest.mark.parametrize("how", ["restart", "elsewhere"], ids=["a handler that lets system calls go on", "another thread takes the signal"])
+@pytest.mark.parametrize("doing", ["building", "waiting for another"])
+def test_interrupted_in_a_large_process(case: Case, how: str, doing: str) -> None:
+    """Such a signal ends no system call: neither the reading of what compilers say nor the wait for a lock may depend on that."""
+    case.hang("compile")
+    other = case.start() if doing != "building" else None
+    if other:
+        case.wait_until_hanging("compile")
+    victim = start_child("obtain.py", {**case.request, "signals": how}, case.environment, start_new_session=True)
+    case.wait_until_hanging("compile")
+    if other:
+        wait_for(lambda: [path for path in Path(f"/proc/{victim.pid}/fd").iterdir() if os.path.realpath(path).endswith(".lock")])
+        time.sleep(0.2)
+    os.kill(victim.pid, signal.SIGINT)
+    said = victim.communicate(timeout=20)
+    assert "KeyboardInterrupt" in said[1]
+    assert victim.returncode != 0
+    case.release("compile")
+    built = finish_child(other) if other else case.build()
+    assert answer(Path(built["library"])) == 42
+
+
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()

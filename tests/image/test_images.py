@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ def test_an_unknown_stage_names_the_known() -> None:
 def test_every_build_argument_is_one_of_the_dockerfile(row: targets.Target) -> None:
     text = (ROOT / image_files.dockerfile_path(row.accelerator)).read_text()
     declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
-    assert set(building.Wish(row, "runtime", "x", jobs=2, index_url="x").args("abc")) <= declared
+    assert set(building.Wish(row, "runtime", "x", jobs=2, index_url="x").args("abc", "flexops-kernels:x")) <= declared
 
 
 @pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
@@ -122,8 +123,6 @@ def test_bake_has_every_row_and_a_group_for_each_accelerator() -> None:
 
 
 def test_a_digest_pins_the_base() -> None:
-    from dataclasses import replace
-
     row = replace(CUDA, build_digest="sha256:" + "a" * 64)
     assert image_files.build_args(row)["BUILD_BASE"] == f"{CUDA.build_base}@sha256:{'a' * 64}"
 
@@ -190,9 +189,9 @@ def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_only_what_a_stage_needs_is_sent(path: Path) -> None:
     names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "runtime"))[1]]
-    assert names == ["toolchain", "wheelhouse", "environment", "kernels", "wheel", "installed", "check", "runtime"]
+    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "installed", "check", "runtime"]
     names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "dev"))[1]]
-    assert names == ["toolchain", "wheelhouse", "environment", "kernels", "wheel", "dev"]
+    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "dev"]
     with pytest.raises(ImageError, match="nowhere"):
         dockerfile.only(path.read_text(), "nowhere")
 
@@ -256,8 +255,6 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
     ],
 )
 def test_failures_name_their_cause_and_mend(step: Step | None, output: str, message: str, what: str, fix: str) -> None:
-    from dataclasses import replace
-
     error = failure.explain("cpu", replace(step, output=output) if step else None, message, free_bytes=5, log=Path("/log"))
     assert what in error.what
     assert fix in error.fix
@@ -312,9 +309,13 @@ class FakeClient:
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.image, self.closed, self.options = events, FakeImage(), False, {}
+        self.kept: list[tuple[str, str]] = []
         self.api, self.images = SimpleNamespace(build=self.build), SimpleNamespace(get=lambda _: self.image)
 
     def build(self, **options: Any) -> Iterator[dict[str, Any]]:
+        if "tag" in options:
+            self.kept.append((options["tag"], options["fileobj"].read().decode()))
+            return
         self.options = options
         for event in self.events:
             if isinstance(event, BaseException):
@@ -358,6 +359,24 @@ def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
     args = client.options["buildargs"]
     assert (args["BUILD_BASE"], args["RUNTIME_BASE"], args["JOBS"], args["ARCH_LIST"]) == ("mirror/cuda:1", CUDA.runtime_base, "3", "9.0")
     assert client.options["network_mode"] == "host"
+
+
+COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.op_builder cpu\n"}]
+
+
+def test_what_was_compiled_is_kept_for_the_next_build(project: Path) -> None:
+    ended = [{"stream": " ---> 0123456789ab\n"}, {"stream": "Step 3/3 : CMD x\n"}, {"stream": " ---> ba9876543210\n"}, {"aux": {"ID": "sha256:1"}}]
+    wish = building.Wish(CPU, "runtime", "x:y")
+    client = FakeClient([*COMPILING, {"stream": " ---> Running in 9999999999ff\n"}, *ended])
+    building.build(client, wish, project)  # type: ignore[arg-type]
+    assert client.kept == [("flexops-kernels:cpu", "FROM scratch\nCOPY --from=0123456789ab /opt/kernels /opt/kernels\n")]
+    assert client.options["buildargs"]["SEED"] == "flexops-kernels:cpu"
+    client = FakeClient([*COMPILING, {"stream": " ---> Using cache\n"}, *ended])
+    building.build(client, wish, project)  # type: ignore[arg-type]
+    assert client.kept == []
+    client = FakeClient([*COMPILING, *ended])
+    building.build(client, replace(wish, no_cache=True), project)  # type: ignore[arg-type]
+    assert "SEED" not in client.options["buildargs"]
 
 
 def test_a_failed_build_is_explained_and_not_tagged(project: Path) -> None:
@@ -437,6 +456,7 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
         Library(f"{spec.name}-{device}", device, row.toolkit if device == "cuda" else "", row.capabilities if device == "cuda" else ())
         for spec in CATALOG
         for device in devices
+        if device in spec.devices
     )
     known: dict[str, Any] = {
         "python": f"{row.python}.3", "packages": {"torch": row.torch, "ninja": row.ninja}, "torch_cuda": row.toolkit_minor * (row.accelerator == "cuda"),

@@ -84,6 +84,8 @@ def test_python() -> None:
     is_(machine.python(fact, True, ""), "ok", "3.12.1", "venv")
     is_(machine.python(replace(fact, version=(3, 9, 2)), True, ""), "fail", "3.10")
     is_(machine.python(replace(fact, headers=False), True, "sudo apt-get install -y"), "warn", "sudo apt-get install -y python3.12-dev")
+    is_(machine.python(replace(fact, headers=False, origin="conda"), True, "sudo apt-get install -y"), "warn", "conda install --force-reinstall python=3.12")
+    is_(machine.python(replace(fact, headers=False, origin="other"), True, "sudo apt-get install -y"), "warn", "uv venv --managed-python --python 3.12")
     is_(machine.python(replace(fact, headers=False), False, ""), "ok")
 
 
@@ -202,6 +204,8 @@ OTHER_MAJOR = BARE._replace(host=GCC, ninja=NINJA, rejected=(Rejected("CUDA tool
         (BARE, CUDA_TORCH, True, True, False, "warn", ("cuda-toolkit",)),
         (OTHER_MAJOR, CUDA_TORCH, False, True, True, "warn", ("/usr/local/cuda-12.1", "another major")),
         (OTHER_MAJOR, CUDA_TORCH, True, True, True, "fail", ("another major",)),
+        (OTHER_MAJOR, CUDA_TORCH, True, False, True, "ok", ("compiled already",)),
+        (OTHER_MAJOR, CUDA_TORCH, False, False, True, "ok", ("compiled already",)),
     ],
 )
 def test_toolkit(found: Toolchain, torch: TorchFact, gpu: bool, needed: bool, jit: bool, status: str, words: tuple[str, ...]) -> None:
@@ -490,3 +494,12 @@ def test_target_libraries() -> None:
 
 def test_facts_use_capabilities_as_gpus_report_them() -> None:
     assert ComputeCapability.parse(H200.capability) == ComputeCapability(9, 0)
+
+
+def test_an_op_without_kernels_for_a_device_lacks_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexops.doctor import judgement
+    from flexops.op_builder import catalog
+    from flexops.op_builder.spec import OpSpec
+
+    monkeypatch.setattr(catalog, "CATALOG", (OpSpec("both", ("x",), ("x.cpp",), ("x.cu",)), OpSpec("gpu-only", ("y",), cuda_sources=("y.cu",))))
+    assert (judgement._ops("cpu"), judgement._ops("cuda"), judgement._ops()) == (("both",), ("both", "gpu-only"), ("both", "gpu-only"))

@@ -36,9 +36,18 @@ def python(fact: PythonFact, compiler: bool, installer: str) -> Finding:
     if fact.version < LEAST_PYTHON:
         return fail("python", found, f"{LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or newer", "python3.12 -m venv .venv && . .venv/bin/activate")
     if compiler and not fact.headers:
-        fix = f"{installer or 'apt-get install -y'} python{fact.version[0]}.{fact.version[1]}-dev"
-        return warn("python", f"{found}; no Python.h", "Python.h, for flexops.load of pybind11 modules (flexops' own operators do without)", fix)
+        required = "Python.h, for flexops.load of pybind11 modules (flexops' own operators do without)"
+        return warn("python", f"{found}; no Python.h", required, _headers_fix(fact, installer))
     return ok("python", found)
+
+
+def _headers_fix(fact: PythonFact, installer: str) -> str:
+    minor = f"{fact.version[0]}.{fact.version[1]}"
+    if fact.origin == "conda":
+        return f"conda install --force-reinstall python={minor}   # conda's Python has its headers, so this one is damaged"
+    if fact.origin == "other":
+        return f"uv venv --managed-python --python {minor} .venv   # this Python is not the distribution's and came without its headers"
+    return f"{installer or 'apt-get install -y'} python{minor}-dev"
 
 
 def settings(fact: SettingsFact) -> Iterator[Finding]:

@@ -45,13 +45,13 @@ def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit:
     error = missing(tools, "cuda")
     what, required, fix = (error.what, error.required, error.fix) if error else ("no toolkit was found", "a CUDA toolkit", "flexops target detect")
     details = f"{what}; {error.found}" if error and error.found else what
-    if gpu and needed and jit:
+    if not needed:
+        return ok("toolkit", "none; every operator is compiled already")
+    if gpu and jit:
         return fail("toolkit", details, required, fix)
-    if gpu and needed:
+    if gpu or _refused(tools, ("CUDA toolkit", "ROCm")):
         return warn("toolkit", details, required, fix)
-    if _refused(tools, ("CUDA toolkit", "ROCm")):
-        return warn("toolkit", details, required, fix)
-    return ok("toolkit", "none; " + ("every operator is compiled already" if gpu else "no GPU is here, so none is needed"), required)
+    return ok("toolkit", "none; no GPU is here, so none is needed", required)
 
 
 def _refused(tools: Toolchain, kinds: Sequence[str]) -> list[str]:

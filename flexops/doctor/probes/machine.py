@@ -55,8 +55,11 @@ def python() -> PythonFact:
         environment = "conda"
     elif sys.prefix != sys.base_prefix:
         environment = "venv"
+    origin: Literal["system", "conda", "other"] = "system" if os.path.realpath(sys.base_prefix) == "/usr" else "other"
+    if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")):
+        origin = "conda"
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
-    return PythonFact(sys.version_info[:3], sys.executable, environment, os.path.exists(headers))
+    return PythonFact(sys.version_info[:3], sys.executable, environment, os.path.exists(headers), origin)
 
 
 def environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Builds something in a process of its own, without torch, and prints what came of it.
 
 Request: ``folder`` (of a ``tiny_plan``) or ``csrc`` and ``device`` (the small op); ``compiler``; ``die``: ``before-publish`` or ``after-publish``, for
-a SIGKILL there.
+a SIGKILL there; ``signals``: ``restart`` or ``elsewhere``, for how the process takes a SIGINT.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,19 @@ def prepare_death(moment: str) -> None:
     BuildCache._place = place  # type: ignore[method-assign]
 
 
+def prepare_signals(how: str) -> None:
+    """As in large processes: a library has put its own handler before Python's, without interrupting system calls; or another thread takes the signal."""
+    if how == "restart":
+        signal.siginterrupt(signal.SIGINT, False)
+    else:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in this thread
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
+    if request.get("signals"):
+        prepare_signals(request["signals"])
     if request.get("die"):
         prepare_death(request["die"])
     try:

@@ -1,0 +1,38 @@
+"""The same sources make the same library, wherever they lie: two checkouts, two caches."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+from builds import REPOSITORY, child_environment, copy_csrc, run_child
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("host_compiler", "nvcc_toolkit")
+def test_libraries_do_not_depend_on_where_they_are_built(tmp_path: Path, device: str) -> None:
+    built = []
+    for folder in (tmp_path / "here", tmp_path / "in another and longer place"):
+        environment = child_environment(FLEXOPS_CACHE_DIR=str(folder / "cache"), FLEXOPS_COMPILER_LAUNCHER="none")
+        result = run_child("obtain.py", {"csrc": str(copy_csrc(folder)), "device": device, "arch": "8.0"}, environment)
+        assert "error" not in result, result
+        built.append(Path(result["library"]))
+    here, there = (path.read_bytes() for path in built)
+    assert str(tmp_path).encode() not in here
+    assert hashlib.sha256(here).hexdigest() == hashlib.sha256(there).hexdigest()
+    assert built[0].parent.name == built[1].parent.name, "one key"
+
+
+@pytest.mark.parametrize("source", sorted((REPOSITORY / "csrc").glob("*/*.cu*")), ids=lambda path: path.name)
+def test_no_kernel_is_in_an_anonymous_namespace(source: Path) -> None:
+    """nvcc puts the path of the source into the names of such kernels."""
+    open_, text = [], re.sub(r"//.*", "", source.read_text())
+    for match in re.finditer(r"(namespace\s*)?\{|\}|__global__", text):
+        if match[0].endswith("{"):
+            open_.append(bool(match[1]))
+        elif match[0] == "}":
+            open_.pop()
+        else:
+            assert not any(open_), f"line {text[: match.start()].count(chr(10)) + 1}: give the namespace a name"
