@@ -107,17 +107,17 @@ def wrong_layers() -> tuple[Refusal, ...]:
 SHAPES, LAYER_SHAPES = ((3, 8), (5, 100), (64, 1031)), ((3, 8), (5, 24), (64, 128))
 LAYER: dict[str, Any] = {"names": ("x", "weight", "target", "bias"), "differentiable": (0, 1, 3), "parameters": (1, 3), "shapes": LAYER_SHAPES}
 LAYER |= {"broadcasts": False}  # a weight that is the same for all classes has a gradient of x that is nothing but rounding
-LAYER |= {"slack": (4.0, 1.3)}  # the largest error is that of a few numbers; torch multiplies by the loss's gradient before it rounds
+LAYER |= {"slack": (5.0, 1.8)}  # the largest error is that of a few numbers; torch multiplies by the loss's gradient before it rounds
 
 
 class TestContract(Contract):
     cases = (
         Case("cross entropy", "cross_entropy", ours(), logits_and_target, torchs(), names=("logits", "target"), differentiable=(0,), shapes=SHAPES,
-             empty=(), slack=(2.0, 1.05), refusals=wrong_calls()),
+             empty=(), refusals=wrong_calls()),
         Case("cross entropy, smoothed, z-loss", "cross_entropy", ours(label_smoothing=0.1, z_loss=1e-2), logits_and_target,
-             torchs(label_smoothing=0.1, z_loss=1e-2), names=("logits",), differentiable=(0,), shapes=SHAPES, empty=(), slack=(2.0, 1.05)),
+             torchs(label_smoothing=0.1, z_loss=1e-2), names=("logits",), differentiable=(0,), shapes=SHAPES, empty=()),
         Case("cross entropy of each row", "cross_entropy", ours(reduction="none"), logits_and_target, torchs(reduction="none"), names=("logits",),
-             differentiable=(0,), shapes=SHAPES, slack=(2.0, 1.05), huge=(2**14 + 5, 2**17 + 8)),
+             differentiable=(0,), shapes=SHAPES, huge=(2**14 + 5, 2**17 + 8)),
         Case("linear cross entropy of each row", "cross_entropy", layer(reduction="none", chunk_size=2), layer_inputs, plain_layer(reduction="none"),
              **LAYER),
     )  # fmt: skip
@@ -131,7 +131,7 @@ class TestMadeInTheForwardPass(Contract):
     test_gradients_of_any_strides = None
     cases = (
         Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits",), differentiable=(0,),
-             shapes=SHAPES, empty=(), broadcasts=False, slack=(2.0, 1.05)),
+             shapes=SHAPES, empty=(), broadcasts=False),
         Case("linear cross entropy", "cross_entropy", layer(chunk_size=40), layer_inputs, plain_layer(), empty=(), refusals=wrong_layers(), **LAYER),
     )  # fmt: skip
 
