@@ -5,12 +5,16 @@ The image is the row `cpu`; its base and its package index are made on this mach
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -285,6 +289,20 @@ def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path) 
     assert not [one for one in engine.images.list() if "flexops:interrupted" in one.tags]
 
 
+_BRIDGE = "flexops-test0"
+_ADD_BRIDGE, _REMOVE_BRIDGE, _SET_FLAGS = 0x89A0, 0x89A1, 0x8914  # SIOCBRADDBR, SIOCBRDELBR, SIOCSIFFLAGS
+
+
+def _bridge(request: int) -> bool:
+    """Make or remove a network bridge of the tests' own; False if that cannot be done here."""
+    name = _BRIDGE.encode()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        if request == _REMOVE_BRIDGE:
+            fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", name, 0))  # down
+        fcntl.ioctl(any_socket, request, name + b"\0")
+    return (Path("/sys/class/net") / _BRIDGE).exists()
+
+
 @pytest.fixture
 def full_engine(engine: Any, base: str, tmp_path: Path) -> Iterator[str]:
     """Another engine, on a disk of its own that has little room beside the base image; its DOCKER_HOST."""
@@ -295,8 +313,10 @@ def full_engine(engine: Any, base: str, tmp_path: Path) -> Iterator[str]:
     size = engine.images.get(base).attrs["Size"] // 2**20 * 2 + 120  # loading it takes its size twice
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(disk)], check=True)
     places = ["--data-root", str(disk), "--exec-root", str(tmp_path / "exec"), "--pidfile", str(tmp_path / "pid"), "--host", host]
+    # Not --bridge=none where there are bridges: an engine started so removes docker0, the other engine's.
+    bridge = _BRIDGE if _bridge(_ADD_BRIDGE) else "none"
     with (tmp_path / "dockerd.log").open("w") as log:
-        daemon = subprocess.Popen(["dockerd", *places, "--iptables=false", "--bridge=none"], stdout=log, stderr=log)
+        daemon = subprocess.Popen(["dockerd", *places, "--iptables=false", f"--bridge={bridge}"], stdout=log, stderr=log)
     try:
         from docker import DockerClient
         from docker.errors import DockerException
@@ -315,6 +335,7 @@ def full_engine(engine: Any, base: str, tmp_path: Path) -> Iterator[str]:
     finally:
         daemon.terminate()
         daemon.wait(timeout=60)
+        _bridge(_REMOVE_BRIDGE)
         for line in Path("/proc/mounts").read_text().splitlines():  # the disk, and namespaces that the engine has pinned
             if (place := line.split()[1]).startswith(str(tmp_path)):
                 subprocess.run(["umount", "--lazy", place], check=False)
