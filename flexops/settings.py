@@ -93,7 +93,7 @@ class Settings:
             fallback=cast(Fallback, _choice(environ, "FLEXOPS_FALLBACK", "warn", get_args(Fallback))),
             jit=_choice(environ, "FLEXOPS_JIT", "1", ("0", "1")) == "1",
             log=cast(LogLevel, _choice(environ, "FLEXOPS_LOG", "info", get_args(LogLevel))),
-            aot=tuple(name for name in get("FLEXOPS_AOT", "").replace(",", " ").replace(";", " ").split() if name not in ("0", "none")),
+            aot=tuple(name for name in _words(get("FLEXOPS_AOT", "")) if name not in ("0", "none")),
             launcher=get("FLEXOPS_COMPILER_LAUNCHER") or None,
             arch_list=get("TORCH_CUDA_ARCH_LIST", "").strip() or None,
             rocm_arch_list=get("PYTORCH_ROCM_ARCH", "").strip() or None,
@@ -130,11 +130,16 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _devices(text: str) -> tuple[AotDevice, ...]:
-    names = [name for name in re.split(r"[\s,;]+", text) if name]
+    names = _words(text)
     if wrong := set(names) - set(get_args(AotDevice)):
         required, fix = "cpu | cuda | cpu,cuda", "unset FLEXOPS_AOT_DEVICES"
         raise SettingsError("FLEXOPS_AOT_DEVICES is not understood", found=", ".join(sorted(wrong)), required=required, fix=fix)
     return tuple(device for device in get_args(AotDevice) if device in names)
+
+
+def _words(text: str) -> list[str]:
+    """The pieces between blanks, commas and semicolons. Without a regular expression: to compile one takes a tenth of a warm start."""
+    return text.replace(",", " ").replace(";", " ").split()
 
 
 def _path(text: str | None) -> Path | None:

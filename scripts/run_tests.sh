@@ -55,12 +55,20 @@ any_nvcc() { matrix show cu130-sm90 --field requirements | tr ' ' '\n' | grep '^
 
 has_test_requirements() { cmp -s tests/requirements.txt "$PREFIX/tests-requirements.txt"; }
 
-# The tests of compiler caches need one; only root installs it unasked, in a container as a rule.
-install_test_launcher() {
-  if [[ $LAUNCHER_PLAN == root && $(id -u) -eq 0 ]]; then
-    step 'install ccache' 'the tests that need it are skipped without it' install_launcher
-  fi
+# Some tests need programs of the system's. Only root installs them unasked, in a container as a rule; elsewhere those tests are skipped, and the end of
+# the run says what for. hipcc has other names where there is no apt-get.
+install_test_tools() {
+  local program programs=(strace zsh) missing=()
+  [[ $(id -u) -eq 0 && -n $(package_manager) ]] || return 0
+  [[ $LAUNCHER_PLAN != root ]] || programs+=(ccache)
+  for program in "${programs[@]}"; do
+    command -v "$program" >/dev/null || missing+=("$program")
+  done
+  [[ ${#missing[@]} -eq 0 ]] || step 'install what the tests need of the system' '' install_or_warn "${missing[@]}"
+  [[ $(package_manager) != apt-get ]] || command -v hipcc >/dev/null || step 'install hipcc' '' install_or_warn hipcc libamdhip64-dev rocm-device-libs
 }
+
+install_or_warn() { install_packages "$@" || warn "could not be installed: $*"; }
 
 # The tests of images need an engine. One that answers is used; CI gets one if its machine can run any, a person's machine if it is asked for.
 # Where none can run, whatever is installed, those tests are skipped, and the end of the run says why; where one could and does not, that is a failure.
@@ -72,10 +80,12 @@ start_test_engine() {
   elif why=$(why_no_engine); then
     note "no container engine: $why"
   elif [[ $wanted == 1 ]]; then
-    step 'start a container engine' '' start_engine "$STATE/dockerd.log" || warn 'there is no container engine: the tests of images will fail'
+    step 'start a container engine' '' start_engine_or_warn
   fi
   [[ -z $why ]] || export FLEXOPS_TEST_NO_ENGINE=$why
 }
+
+start_engine_or_warn() { start_engine "$STATE/dockerd.log" || warn 'there is no container engine: the tests of images will fail'; }
 
 run_pytest() {
   local status=0 log
@@ -98,7 +108,7 @@ main() {
     return
   fi
   prepare
-  install_test_launcher
+  install_test_tools
   start_test_engine
   run_pytest "$@"
 }

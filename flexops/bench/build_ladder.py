@@ -7,13 +7,14 @@ importing torch is not in it, on either side.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .. import toolchain
-from ..errors import CompileError, ToolchainError
+from ..errors import CompileError, FlexopsError, ToolchainError
+from ..op_builder import catalog
 from ..settings import Settings
 from . import machine
 from .build_runner import OP, Runner
@@ -27,12 +28,13 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to build the op. ``quick`` rungs are those that a quick run keeps."""
+    """One way to build the op. ``quick`` rungs are those that a quick run keeps; a ``family`` rung builds that family instead of the one op."""
 
     id: str
     side: Side
     label: str
     quick: bool = True
+    family: str = ""
 
 
 RUNGS: tuple[Rung, ...] = (
@@ -48,6 +50,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("flexops-warm", "flexops", "warm, in a new process"),
     Rung("flexops-aot", "flexops", "all operators ahead of time, CPU and one architecture"),
     Rung("flexops-import", "flexops", "import flexops, beyond torch"),
+    *(Rung(f"family-{spec.name}", "flexops", f"{spec.name}, cold, one architecture", quick=False, family=spec.name) for spec in catalog.CATALOG),
 )
 _FAIR = "torch-all-jobs"
 """What flexops is compared with: all the usual advice followed, and as flexops cold, nothing cached."""
@@ -82,14 +85,25 @@ class Ladder:
 
     def as_dict(self) -> dict[str, object]:
         rungs = [
-            {"id": item.rung.id, "side": item.rung.side, "label": item.rung.label, "seconds": item.seconds, "note": item.note}
+            {
+                "id": item.rung.id, "side": item.rung.side, "label": item.rung.label, "family": item.rung.family, "seconds": item.seconds,
+                "note": item.note,
+            }
             for item in self.measurements
-        ]
+        ]  # fmt: skip
         return {
             "benchmark": "build", "op": self.op, "architecture": self.architecture, "architectures": list(self.architectures),
             "machine": self.machine.as_dict(), "rungs": rungs,
             "ratios": {name: self.ratio(slow, fast) for name, slow, fast in COMPARISONS},
         }  # fmt: skip
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Ladder:
+        """What ``as_dict`` made; ``KeyError`` or ``TypeError`` if it did not."""
+        measurements = tuple(
+            Measurement(Rung(item["id"], item["side"], item["label"], family=item.get("family", "")), item["seconds"], item["note"]) for item in data["rungs"]
+        )
+        return Ladder(data["op"], data["architecture"], tuple(data["architectures"]), machine.Machine(**data["machine"]), measurements)
 
 
 COMPARISONS: tuple[tuple[str, str, str], ...] = (
@@ -102,33 +116,64 @@ COMPARISONS: tuple[tuple[str, str, str], ...] = (
 """(what is compared, the rung that is expected to be slower, the faster one)."""
 
 
-def run(settings: Settings, *, architecture: str = DEFAULT_ARCHITECTURE, quick: bool = False, report: Report | None = None) -> Ladder:
-    """Climb the ladder. A full run compiles the conventional source for all architectures twice: about ten minutes on two cores.
+def run(
+    settings: Settings,
+    *,
+    architecture: str = DEFAULT_ARCHITECTURE,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    earlier: Ladder | None = None,
+    report: Report | None = None,
+    keep: Callable[[Ladder], None] | None = None,
+) -> Ladder:
+    """Climb the ladder. A full run compiles the conventional source for all architectures twice: a quarter of an hour on two cores.
 
     Args:
         architecture: the one architecture, as in ``TORCH_CUDA_ARCH_LIST``.
         quick: leave out the rungs that take minutes.
+        only: ids of the rungs to climb; none: all.
+        earlier: what a run that was interrupted had measured; that is not measured again unless ``only`` names it.
+        keep: called with everything so far after each rung.
 
     A rung that does not build has no time, and a note that holds the end of what the compiler said.
 
     Raises:
+        FlexopsError: there is no rung of that id, or ``earlier`` was measured on something else.
         ToolchainError: there is no torch, host compiler, ninja or CUDA toolkit here.
     """
+    if unknown := set(only) - {rung.id for rung in RUNGS}:
+        raise FlexopsError(f"there is no rung called {', '.join(sorted(unknown))}", required=", ".join(rung.id for rung in RUNGS))
     tools = toolchain.discover(settings, device="cuda")
     if error := toolchain.missing(tools, "cuda"):
         raise error
     if tools.cuda is None:
         raise ToolchainError("the build ladder compares CUDA builds, and torch here is for ROCm")
     choice = toolchain.resolve_architectures(replace(settings, arch_list=None), tools.cuda, detected=())
-    architectures = tuple(map(str, choice.architectures))
-    results: list[Measurement] = []
+    ladder = Ladder(OP, architecture, tuple(map(str, choice.architectures)), machine.describe(tools), ())
+    known = _known(earlier, ladder, only)
+    rungs = [rung for rung in RUNGS if not only or rung.id in only or rung.id in known]
     with tempfile.TemporaryDirectory(prefix="flexops-bench-") as scratch:
-        runner = Runner(tools, Path(scratch), architecture, ";".join(architectures))
-        for number, rung in enumerate(RUNGS):
-            if report:
-                report(number, len(RUNGS), f"{rung.side}: {rung.label}")
-            results.append(_measure(runner, rung, quick))
-    return Ladder(OP, architecture, architectures, machine.describe(tools), tuple(results))
+        runner = Runner(tools, Path(scratch), architecture, ";".join(ladder.architectures))
+        for number, rung in enumerate(rungs):
+            if report and rung.id not in known:
+                report(number, len(rungs), f"{rung.side}: {rung.label}")
+            ladder = replace(ladder, measurements=(*ladder.measurements, known.get(rung.id) or _measure(runner, rung, quick)))
+            if keep:
+                keep(ladder)
+    return ladder
+
+
+def _known(earlier: Ladder | None, ladder: Ladder, only: Sequence[str]) -> dict[str, Measurement]:
+    """What need not be measured again, by the rung's id."""
+    if earlier is None:
+        return {}
+    mine, theirs = (replace(one, machine=replace(one.machine, date=""), measurements=()) for one in (ladder, earlier))
+    if mine != theirs:
+        raise FlexopsError(
+            "the earlier results are of another machine, other versions or another architecture",
+            found=str(earlier.machine), required=str(ladder.machine), fix="name another file",
+        )  # fmt: skip
+    return {item.rung.id: item for item in earlier.measurements if item.seconds is not None and item.rung.id not in only}
 
 
 def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
@@ -137,6 +182,8 @@ def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")
     try:
-        return Measurement(rung, runner.measure(rung.id))
+        return Measurement(rung, runner.family(rung.family) if rung.family else runner.measure(rung.id))
     except CompileError as error:  # minutes of other rungs must not be lost with it
         return Measurement(rung, None, f"failed: {error.what} {error.found}".strip())
+    except OSError as error:  # a full disk, say
+        return Measurement(rung, None, f"failed: {error}")

@@ -84,13 +84,19 @@ class Runner:
         return self.conventional("load", self.one, directory=place.name, environment=environment)
 
     def conventional_warm(self) -> float:
+        if not (self.scratch / "torch-kept").exists():  # the rung that leaves it was not climbed in this run
+            self.conventional("load", self.one, directory="torch-kept")
         return statistics.median(self.conventional("load", self.one, directory="torch-kept") for _ in range(WARM_STARTS))
 
     # ---- flexops ------------------------------------------------------------------------------------------------------------------------
 
-    def flexops(self, arch: str, *, cache: str = "", environment: _Environment | None = None) -> float:
+    def flexops(self, arch: str, *, op: str = OP, cache: str = "", environment: _Environment | None = None) -> float:
         place = self.scratch / cache if cache else self._fresh("cache")
-        return float(self._flexops_child({"op": OP, "device": "cuda"}, arch, place, environment)["seconds"])
+        return float(self._flexops_child({"op": op, "device": "cuda"}, arch, place, environment)["seconds"])
+
+    def family(self, name: str) -> float:
+        """Seconds from the sources of one family's CUDA library, for one architecture, to having it loaded."""
+        return self.flexops(self.one, op=name)
 
     def flexops_ccache(self) -> float:
         assert self.launcher is not None
@@ -100,6 +106,8 @@ class Runner:
 
     def flexops_warm(self, what: str) -> float:
         """The median of several warm starts; ``what`` names the figure of the child that counts."""
+        if not (self.scratch / "flexops-kept").exists():
+            self.flexops(self.one, cache="flexops-kept")
         request = {"op": OP, "device": "cuda"}
         return statistics.median(float(self._flexops_child(request, self.one, self.scratch / "flexops-kept")[what]) for _ in range(WARM_STARTS))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from pathlib import Path
 
@@ -12,17 +13,24 @@ from .text import duration
 _COLOURS = {"torch": "#9aa5b1", "flexops": "#1f6feb"}
 
 
+def check(file: Path) -> None:
+    """Raises ``FlexopsError`` if no chart could be written there: better said before minutes of measuring than after them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise FlexopsError("a chart needs matplotlib", found="no matplotlib in this environment", fix="pip install matplotlib")
+    if file.suffix not in (".png", ".svg", ".pdf") or not file.absolute().parent.is_dir():
+        raise FlexopsError("the chart cannot be written", found=str(file), required="a .png, .svg or .pdf in a writable directory")
+
+
 def save(ladder: Ladder, file: Path) -> None:
     """Draw the measured rungs as bars on a logarithmic axis; the file's suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
         FlexopsError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlexopsError("a chart needs matplotlib", found=str(error), fix="pip install matplotlib") from error
-    measured = [(item, item.seconds) for item in ladder.measurements if item.seconds is not None]
+    check(file)
+    from matplotlib.figure import Figure
+
+    measured = [(item, item.seconds) for item in ladder.measurements if item.seconds is not None and not item.rung.family]
     figure = Figure(figsize=(10, 0.45 * len(measured) + 1.8), layout="constrained")
     axes = figure.add_subplot()
     positions = range(len(measured))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import settings, toolchain
-from ..bench import build_ladder, machine, ops_markdown, ops_plot, plot
+from ..bench import build_ladder, build_markdown, machine, ops_markdown, ops_plot, plot
 from ..bench.build_ladder import Ladder, Measurement
 from ..bench.machine import Machine
 from ..bench.results import LEVEL, Results
 from ..bench.text import duration, ratio
 from ..errors import FlexopsError
+from ..op_builder.cache import replace_file
 
+_SAVE_HELP = "Keep the results here (JSON) as they come; the same command goes on after an interruption, without what it holds already."
 _COMPILE_HELP = "torch.compile's mode for the contenders made by it, or off. Off on the CPU and default on CUDA, if not given."
 
 app = typer.Typer(no_args_is_help=True, help="Measure what flexops claims, both sides in one run.")
@@ -33,11 +37,42 @@ def bench() -> None:
 def build(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf).")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the rungs that take minutes; about two minutes instead of ten.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the rungs that take minutes; about two minutes instead of a quarter of an hour.")] = False,
+    only: Annotated[list[str] | None, typer.Option("--rung", metavar="ID", help="A rung to climb (repeatable; --json shows their ids); all if none.")] = None,
     arch: Annotated[str, typer.Option(help="The architecture of the rungs with one architecture.")] = build_ladder.DEFAULT_ARCHITECTURE,
+    saved: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")] = False,
+    earlier: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring.")] = None,
 ) -> None:
-    """The build-time ladder on one op: the conventional way with more and more of the usual advice, then flexops. Needs nvcc, no GPU."""
+    """The build-time ladder on one op: the conventional way with more and more of the usual advice, then flexops; and flexops's families, one by one.
+
+    Needs nvcc, no GPU.
+    """
+    if chart:
+        plot.check(chart)
+    ladder = _read_ladder(earlier) if earlier else _climb(arch, quick, tuple(only or ()), saved)
+    if chart:
+        plot.save(ladder, chart)
+    if as_json:
+        typer.echo(json.dumps(ladder.as_dict(), indent=1))
+    elif as_markdown:
+        typer.echo(build_markdown.tables(ladder), nl=False)
+    else:
+        _show(ladder, Console())
+
+
+def _climb(arch: str, quick: bool, only: tuple[str, ...], saved: Path | None) -> Ladder:
     console = Console(stderr=True)
+    if saved and not os.access(saved.absolute().parent, os.W_OK):  # said now, and not after the first rung
+        raise FlexopsError("the results cannot be stored", found=str(saved), required="a file in a writable directory")
+    so_far: Ladder | None = _read_ladder(saved) if saved and saved.exists() else None
+
+    def keep(ladder: Ladder) -> None:
+        nonlocal so_far
+        so_far = ladder
+        if saved:
+            _write(saved, json.dumps(ladder.as_dict(), indent=1) + "\n")
+
     with console.status("flexops: starting") as status:
 
         def report(finished: int, total: int, label: str) -> None:
@@ -46,13 +81,31 @@ def build(
             if not console.is_terminal:
                 console.print(text, markup=False, highlight=False)
 
-        ladder = build_ladder.run(settings.current(), architecture=arch, quick=quick, report=report)
-    if chart:
-        plot.save(ladder, chart)
-    if as_json:
-        typer.echo(json.dumps(ladder.as_dict(), indent=1))
-    else:
-        _show(ladder, Console())
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and batch systems stop with it: as tidily as with Ctrl-C
+        try:
+            return build_ladder.run(settings.current(), architecture=arch, quick=quick, only=only, earlier=so_far, report=report, keep=keep)
+        except KeyboardInterrupt:
+            if so_far is None:
+                raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    console.print(f"interrupted; the same command goes on from {saved}" if saved else "interrupted; so far:", highlight=False, soft_wrap=True)
+    _show(so_far, Console())
+    raise typer.Exit(130)
+
+
+def _read_ladder(file: Path) -> Ladder:
+    try:
+        return Ladder.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench build --json printed") from error
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        replace_file(file, text)
+    except OSError as error:
+        raise FlexopsError("the results cannot be stored", found=f"{file}: {error.strerror}", required="a file in a writable directory") from error
 
 
 def _show(ladder: Ladder, console: Console) -> None:
@@ -61,16 +114,30 @@ def _show(ladder: Ladder, console: Console) -> None:
     table.add_column("how")
     table.add_column("time", justify="right")
     table.add_column("against the first", justify="right")
-    slowest = next((item.seconds for item in ladder.measurements if item.seconds), None)
-    for item in ladder.measurements:
+    rungs = [item for item in ladder.measurements if not item.rung.family]
+    slowest = next((item.seconds for item in rungs if item.seconds), None)
+    for item in rungs:
         table.add_row(item.rung.side, item.rung.label, *_cells(item, slowest))
-    console.print(table)
+    if rungs:
+        console.print(table)
+    _show_families([item for item in ladder.measurements if item.rung.family], console)
     console.print(f"one architecture: {ladder.architecture}; all: {' '.join(ladder.architectures)}", highlight=False)
     for name, slow, fast in build_ladder.COMPARISONS:
         value = ladder.ratio(slow, fast)
         if value:
             console.print(f"{name}: {ratio(value)}", highlight=False, soft_wrap=True)
     console.print(str(ladder.machine), highlight=False, soft_wrap=True)
+
+
+def _show_families(families: list[Measurement], console: Console) -> None:
+    if not any(item.seconds for item in families):
+        return
+    table = Table(title="Each family's CUDA library from source to loaded, cold, for one architecture", title_justify="left")
+    table.add_column("family")
+    table.add_column("time", justify="right")
+    for item in families:
+        table.add_row(item.rung.family, item.note if item.seconds is None else duration(item.seconds))
+    console.print(table)
 
 
 def _cells(item: Measurement, slowest: float | None) -> tuple[str, str]:
@@ -91,6 +158,8 @@ def ops(
     earlier: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring.")] = None,
 ) -> None:
     """Every op against torch's own ways to do the same, with the copy bandwidth of the same run."""
+    if chart:
+        plot.check(chart)
     run = _read_run(earlier) if earlier else _measure_ops(device, tuple(op or ()), small, mode)
     if chart:
         title = f"{run.device}: copy {run.results.copy / 1e9:.0f} GB/s"

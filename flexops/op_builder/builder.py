@@ -16,7 +16,7 @@ from .cache import BuildCache, Entry, replace_file
 from .cache_key import Digests
 from .compiler import Progress
 from .diagnose import diagnose
-from .manifest import Manifest, needed_versions
+from .manifest import Manifest, file_crc32, needed_versions
 from .plan import BuildPlan
 
 _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
@@ -124,7 +124,7 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
         device=plan.device,
         library=plan.library,
         size=library.stat().st_size,
-        sha256=cache_key.file_digest(library),
+        crc32=file_crc32(library),
         torch_abi=plan.torch_abi,
         cuda_version=plan.cuda_version,
         architectures=plan.architectures,

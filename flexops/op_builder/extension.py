@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 from .. import toolchain
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import Settings
-from .cache import BuildCache, Entry
+from .cache import Entry
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
+from .loader import open_cache
 from .plan import BuildPlan
 
 if TYPE_CHECKING:
@@ -125,10 +126,10 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
 
 def obtain(request: Request, chosen: Settings) -> Entry:
     """The cache entry of an extension, built if it is not there."""
-    cache = BuildCache(chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared)
+    cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
     plan = _planned(request, tools, chosen)
-    if not cache.problem() and (entry := cache.lookup(plan)):
+    if entry := cache.lookup(plan):
         return entry
     if not chosen.jit:
         raise NativeUnavailableError(
@@ -177,8 +178,7 @@ def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Setting
     if request.with_cuda and tools.torch and tools.torch.hip:
         from .extension_hip import plan_hip_extension
 
-        gfx = tuple((chosen.rocm_arch_list or "").replace(";", " ").replace(",", " ").split()) or toolchain.gpus.local_gfx_targets()
-        return plan_hip_extension(request, tools, python_build(), architectures=gfx)
+        return plan_hip_extension(request, tools, python_build(), architectures=toolchain.gpus.gfx_targets(chosen.rocm_arch_list))
     architectures: tuple[Architecture, ...] = ()
     if request.with_cuda and tools.cuda:
         architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities()).architectures

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ToolchainError
-from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots
+from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots, for_nvcc
 
 if TYPE_CHECKING:
     from ..compute_capability import Architecture
@@ -251,7 +251,7 @@ def _nvcc_command(
     compiler = () if any(flag.startswith(("-ccbin", "--compiler-bindir")) for flag in mine) else ("-ccbin", str(toolchain.host.path))
     standard = () if any(flag.startswith(("-std", "--std")) for flag in mine) else (f"-std=c++{torch.cxx_standard}",)
     abi = (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}", *python.abi_flags)
-    return (str(cuda.nvcc.path), *compiler, *common, *_NVCC_FLAGS, *abi, *chosen, "--compiler-options", "-fPIC", *mine, *standard)
+    return (str(cuda.nvcc.path), *compiler, *map(for_nvcc, common), *_NVCC_FLAGS, *abi, *chosen, "--compiler-options", "-fPIC", *mine, *standard)
 
 
 def object_names(sources: Iterable[str], torch: TorchBuild | None = None) -> list[str]:

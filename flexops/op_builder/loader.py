@@ -8,7 +8,6 @@ start should cost next to nothing.
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import settings, toolchain
 from ..errors import FlexopsError, NativeUnavailableError
+from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, layout
 from .cache import BuildCache, Entry, read_entry
 from .manifest import Host, Refusal, has_machine_code, judge, verify
@@ -126,7 +126,7 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     if torch is None:
         refusals.append(Refusal("torch was not found", "pip install torch"))
         return
-    host = Host(torch, toolchain.local_capabilities() if device == "cuda" else ())
+    host = Host(torch, local_capabilities() if device == "cuda" else ())
     entry, refusal = _ahead_of_time(spec, device, host)
     if entry:
         yield entry, "aot", "compiled at install"
@@ -207,11 +207,11 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
     if device == "cuda" and tools.torch and tools.torch.hip:
         from .hip import plan_hip_op
 
-        gfx = tuple(re.split(r"[;,\s]+", chosen.rocm_arch_list)) if chosen.rocm_arch_list else toolchain.gpus.local_gfx_targets()
+        gfx = toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
         return plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
     architectures: tuple[Architecture, ...] = ()
     if device == "cuda" and tools.cuda:
-        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities()).architectures
+        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=local_capabilities()).architectures
     return plan_op(
         spec, device, tools, csrc=layout.csrc_root(), architectures=architectures, resources=resources,
         max_jobs=chosen.max_jobs, nvcc_threads=chosen.nvcc_threads,

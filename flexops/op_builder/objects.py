@@ -14,7 +14,7 @@ from ..errors import CacheError
 from . import cache_key
 from .cache import BuildCache, places_today
 from .cache_key import Digests
-from .manifest import Manifest
+from .manifest import Manifest, file_crc32
 from .plan import BuildPlan, Step
 
 NAME = "kept-objects"
@@ -61,7 +61,7 @@ def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, source
         device=single.device,
         library=step.output,
         size=built.stat().st_size,
-        sha256=cache_key.file_digest(built),
+        crc32=file_crc32(built),
         torch_abi=single.torch_abi,
         files={**sources, **headers},
     )

@@ -28,10 +28,11 @@ HEADER = "torch/extension.h"
 NAME = "pch-torch"
 PEAK_BYTES = 3 * 2**30
 """Upper bound on the memory that making one takes: 2.5 GB were measured with torch 2.13."""
+FREE_DISK_BYTES = 3 * 2**30
+"""On a disk with less room than this none is made: itself, and something to spare."""
 
 _FILE = "torch_extension.h"
 _SIZE = 2**30  # 790 MB were measured with torch 2.13
-_SPARE_DISK = 2 * 2**30
 _RETRY_SECONDS = 86400.0
 # Directories whose presence on the user's own include path could put other headers under torch's names.
 _TORCH_PARTS = ("torch", "ATen", "c10", "caffe2", "pybind11", "Python.h")
@@ -108,7 +109,7 @@ def drop(pch: PrecompiledHeader, cache: BuildCache) -> None:
 
 
 def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool) -> dict[str, object]:
-    manifest = Manifest(name=NAME, key=pch.key, base=pch.key, device="cpu", library=f"{_FILE}.gch", size=0, sha256="", torch_abi=pch.torch_abi)
+    manifest = Manifest(name=NAME, key=pch.key, base=pch.key, device="cpu", library=f"{_FILE}.gch", size=0, crc32="", torch_abi=pch.torch_abi)
     return {
         "command": pch.command,
         "header": _FILE,
@@ -134,4 +135,4 @@ def _sensible(pch: PrecompiledHeader, cache: BuildCache) -> bool:
         total += entry.size
         if total + _SIZE > cache.max_bytes // 2:
             cache.remove(entry.directory)
-    return cache.max_bytes // 2 >= _SIZE and shutil.disk_usage(cache.root).free > _SIZE + _SPARE_DISK
+    return cache.max_bytes // 2 >= _SIZE and shutil.disk_usage(cache.root).free > FREE_DISK_BYTES

@@ -196,6 +196,13 @@ def compiler_roots(host: HostCompiler) -> tuple[str, ...]:
     return tuple(map(str, [*roots, prefix / triple] if triple.count("-") >= 2 else roots))
 
 
+def for_nvcc(argument: str) -> str:
+    """A directory, or ``-I`` and a directory, as nvcc takes it: at a comma it begins another directory, unless that stands in double quotes."""
+    if "," not in argument:
+        return argument
+    return f'-I"{argument[2:]}"' if argument.startswith("-I") else f'"{argument}"'
+
+
 def binding_flags(torch: TorchBuild) -> tuple[str, ...]:
     """What a binding needs to see torch: the stable ABI where torch has it, else this torch's own C++ headers."""
     common = (f"-std=c++{torch.cxx_standard}", *(f"-isystem{path}" for path in torch.include_dirs))
@@ -245,7 +252,7 @@ def _compile_steps(
         output = f"{Path(source).stem}.cu.o"
         command = (
             *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
-            *(f"-I{csrc}", device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
+            *(for_nvcc(f"-I{csrc}"), device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
         )
         steps.append(Step("device", output, (str(csrc / source),), command, DEVICE_STEP_BYTES))
     return steps
@@ -257,10 +264,10 @@ def _link_step(device: DeviceType, toolchain: Toolchain, objects: list[str], lib
     assert host is not None
     # Stripped (-s): a third smaller, and the whole file is read and hashed at every start.
     command = [str(host.path), "-shared", "-s", *objects, "-o", library, f"-L{torch.library_dir}", "-ltorch_cpu"]
-    if not torch.stable_abi:
-        command.append("-lc10")
+    # Static libraries are hidden, so that two copies in one process never bind to one another's symbols: the CUDA runtime, and libstdc++ where g++ links
+    # it so (with the stable ABI only: through the classic one C++ objects cross). What is not used of them goes: that halves their part.
+    command += ["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"] if torch.stable_abi else ["-Wl,--exclude-libs,libcudart_static.a", "-lc10"]
     if device == "cuda" and cuda:
-        # Hidden, so that two copies of the static runtime in one process never bind to one another's symbols.
-        command += [*(f"-L{path}" for path in cuda.library_dirs), "-lcudart_static", "-Wl,--exclude-libs,libcudart_static.a", "-lrt", "-lpthread", "-ldl"]
+        command += [*(f"-L{path}" for path in cuda.library_dirs), "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
     return Step("link", library, tuple(objects), tuple(command))
 

@@ -86,6 +86,11 @@ def local_gfx_targets(root: str = "") -> tuple[str, ...]:
     return tuple(dict.fromkeys(gfx_name(number) for number in numbers if number))
 
 
+def gfx_targets(asked: str | None) -> tuple[str, ...]:
+    """The AMD GPUs to compile for: those in a list such as ``PYTORCH_ROCM_ARCH`` holds, else those of this machine."""
+    return tuple((asked or "").replace(";", " ").replace(",", " ").split()) or local_gfx_targets()
+
+
 def gfx_name(number: int) -> str:
     """``gfx90a`` for the kernel's 90010: two decimal digits each for minor and stepping, which the name has in hexadecimal."""
     return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"

@@ -199,7 +199,7 @@ install_launcher() {
   if [[ $LAUNCHER_PLAN == found ]]; then
     note "there: $LAUNCHER"
   elif [[ $LAUNCHER_PLAN == root ]] && may_use_root; then
-    install_ccache || warn 'ccache could not be installed; going on without it'
+    { install_packages ccache && printf 'ccache\n' >>"$STATE/packages"; } || warn 'ccache could not be installed; going on without it'
     LAUNCHER=$(command -v ccache || true)
   else
     note "none; with one, recompiling is quicker: ${NO_ROOT:+(--no-root) }install ccache, then run this again"
@@ -211,14 +211,15 @@ may_use_root() {
   on_terminal && ask "  Install ccache with $(package_manager), using root rights?" n
 }
 
-install_ccache() {
+# install_packages NAME...: with the system's package manager.
+install_packages() {
   mkdir -p "$STATE"
   case $(package_manager) in
-    apt-get) with_root apt-get install -y -q ccache || { with_root apt-get update -q && with_root apt-get install -y -q ccache; } ;;
-    dnf) with_root dnf install -y ccache ;;
-    zypper) with_root zypper --non-interactive install ccache ;;
-    pacman) with_root pacman -S --noconfirm ccache ;;
-  esac >/dev/null && printf 'ccache\n' >>"$STATE/packages"
+    apt-get) with_root apt-get install -y -q "$@" || { with_root apt-get update -q && with_root apt-get install -y -q "$@"; } ;;
+    dnf) with_root dnf install -y "$@" ;;
+    zypper) with_root zypper --non-interactive install "$@" ;;
+    pacman) with_root pacman -S --noconfirm "$@" ;;
+  esac >/dev/null
 }
 
 with_root() {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ STRICT = ["-Winvalid-pch", "-Werror=invalid-pch"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("only g++ has these")
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]) -> Path:
+    require(shutil.which("g++"), "g++, which alone has these", "apt-get install g++")
+    room = shutil.disk_usage(tmp_path).free > pch.FREE_DISK_BYTES
+    require(room, f"{pch.FREE_DISK_BYTES >> 30} GiB of free disk, without which no header is precompiled", f"make room at {tmp_path}, or set TMPDIR")
     settings = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "FLEXOPS_PCH": "1", "FLEXOPS_LOG": "quiet", "FLEXOPS_COMPILER_LAUNCHER": "none"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

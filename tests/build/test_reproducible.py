@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -23,6 +24,17 @@ def test_libraries_do_not_depend_on_where_they_are_built(tmp_path: Path, device:
     assert str(tmp_path).encode() not in here
     assert hashlib.sha256(here).hexdigest() == hashlib.sha256(there).hexdigest()
     assert built[0].parent.name == built[1].parent.name, "one key"
+
+
+@pytest.mark.usefixtures("host_compiler", "nvcc_toolkit")
+def test_a_path_with_a_blank_and_a_comma_builds(tmp_path: Path) -> None:
+    """nvcc takes what follows a comma for another directory."""
+    folder = tmp_path / "mine, yours"
+    environment = child_environment(FLEXOPS_CACHE_DIR=str(folder / "cache"), FLEXOPS_COMPILER_LAUNCHER="none")
+    result = run_child("obtain.py", {"csrc": str(copy_csrc(folder)), "device": "cuda", "arch": "8.0"}, environment)
+    assert "error" not in result, result
+    recorded = json.loads((Path(result["library"]).parent / "manifest.json").read_text())["files"]
+    assert "<csrc>/common/stream.h" in recorded, "the headers that nvcc reached are known"
 
 
 @pytest.mark.parametrize("source", sorted((REPOSITORY / "csrc").glob("*/*.cu*")), ids=lambda path: path.name)

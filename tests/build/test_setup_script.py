@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,9 +261,8 @@ def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout:
 
 
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh"])
-def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str) -> None:
-    if not shutil.which(shell):
-        pytest.skip(f"no {shell} here")
+def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str, require: Callable[..., None]) -> None:
+    require(shutil.which(shell), shell, f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does")
     text = checkout.run("--print-env", "--target", "cu130-sm90", "--toolkit", "index", "--prefix", "it's an env").stdout
     assert not (checkout.root / ".flexops").exists()
     file = checkout.root / "env.sh"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builds import TOOLS, child_environment
@@ -24,12 +25,13 @@ from flexops.errors import FlexopsError, ToolchainError
 from flexops.op_builder import catalog, loader
 from flexops.toolchain.model import CudaToolkit
 
+interrupted_at: list[str] = []
 SECONDS = {rung.id: 200.0 / (number + 1) ** 3 for number, rung in enumerate(RUNGS)}
 
 
 @pytest.fixture
 def paper_runner(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Rungs that take no time; the list says which were climbed."""
+    """Rungs that take no time; the list says which were climbed. Ctrl-C comes at those named in ``interrupted_at``."""
     climbed: list[str] = []
 
     class PaperRunner:
@@ -42,14 +44,19 @@ def paper_runner(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def measure(self, rung_id: str) -> float:
             climbed.append(rung_id)
+            if rung_id in interrupted_at:
+                raise KeyboardInterrupt
             return SECONDS[rung_id]
+
+        def family(self, name: str) -> float:
+            return self.measure(f"family-{name}")
 
     monkeypatch.setattr(build_ladder, "Runner", PaperRunner)
     monkeypatch.setattr(toolchain, "discover", lambda *_, **__: TOOLS, raising=False)
     return climbed
 
 
-def climb(**options: bool) -> Ladder:
+def climb(**options: Any) -> Ladder:
     return build_ladder.run(settings.current(), **options)
 
 
@@ -67,6 +74,66 @@ def test_a_quick_run_says_what_it_left_out(paper_runner: list[str]) -> None:
     assert all("--quick" in item.note for item in left_out)
     assert ladder.ratio("torch-all-jobs", "flexops-cold"), "the comparison that matters is still made"
     assert ladder.ratio("torch-ninja", "flexops-all-archs") is None
+
+
+def bench_build(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "build", *arguments], catch_exceptions=False, env={"COLUMNS": "160"})
+
+
+def test_chosen_rungs(paper_runner: list[str]) -> None:
+    shown = bench_build("--rung", "flexops-cold", "--rung", "family-norm").stdout
+    assert paper_runner == ["flexops-cold", "family-norm"]
+    assert "norm" in shown
+    assert "setuptools" not in shown
+    with pytest.raises(FlexopsError, match="no rung called ladder") as caught:
+        climb(only=("ladder",))
+    assert "flexops-cold" in caught.value.required
+
+
+def test_an_interruption_loses_nothing(paper_runner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ladder.json"
+    monkeypatch.setattr(sys.modules[__name__], "interrupted_at", ["flexops-cold"])
+    stopped = bench_build("--save", str(file))
+    assert stopped.exit_code == 130
+    assert "cold, all architectures" in stopped.stdout
+    before = paper_runner.copy()
+    monkeypatch.setattr(sys.modules[__name__], "interrupted_at", [])
+    assert bench_build("--save", str(file)).exit_code == 0
+    assert paper_runner[: len(before)] == before
+    assert paper_runner[len(before) :] == [rung.id for rung in RUNGS][len(before) - 1 :]
+    assert bench_build("--save", str(file), "--rung", "flexops-warm").exit_code == 0, "what is asked for by name is measured again"
+    assert paper_runner[-1] == "flexops-warm"
+    told = json.loads(file.read_text())
+    assert [rung["id"] for rung in told["rungs"]] == [rung.id for rung in RUNGS]
+    file.write_text(json.dumps({**told, "architecture": "8.0"}))
+    with pytest.raises(FlexopsError, match="another machine"):
+        bench_build("--save", str(file))
+    with pytest.raises(FlexopsError, match="cannot be stored"):
+        bench_build("--save", str(tmp_path / "no" / "such" / "file.json"))
+
+
+def test_an_earlier_ladder_is_shown(paper_runner: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "ladder.json"
+    file.write_text(bench_build("--json").stdout)
+    climbed = len(paper_runner)
+    written = bench_build("--from", str(file), "--markdown").stdout
+    assert "| torch | setuptools, all architectures, one job, no ninja | 200 s | 1.0x |" in written
+    assert f"| norm | {duration(SECONDS['family-norm'])} |" in written
+    assert "- cold, one architecture: cpp_extension.load / flexops: " in written
+    assert bench_build("--from", str(file), "--json").stdout == file.read_text()
+    assert len(paper_runner) == climbed
+    file.write_text("{}")
+    with pytest.raises(FlexopsError, match="cannot be read"):
+        bench_build("--from", str(file))
+
+
+def test_what_a_chart_lacks_is_said_before_anything_is_measured(paper_runner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FlexopsError, match="cannot be written"):
+        bench_build("--plot", str(tmp_path / "chart.nothing"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(FlexopsError, match="needs matplotlib"):
+        bench_build("--plot", str(tmp_path / "chart.png"))
+    assert paper_runner == []
 
 
 def test_every_comparison_is_of_rungs_that_there_are() -> None:

@@ -19,7 +19,7 @@ from builds import tiny_plan
 from flexops.errors import CacheError
 from flexops.op_builder import cache_archive, cache_key, lock
 from flexops.op_builder.cache import OWNER_LOCK, BuildCache, Entry
-from flexops.op_builder.manifest import Manifest
+from flexops.op_builder.manifest import Manifest, file_crc32
 from flexops.op_builder.plan import BuildPlan
 
 LONG_AGO = time.time() - 3600
@@ -45,7 +45,7 @@ def add(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header:
         (built / plan.library).write_bytes(content)
         manifest = Manifest(
             name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
-            sha256=cache_key.file_digest(built / plan.library), torch_abi=plan.torch_abi,
+            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi,
         )  # fmt: skip
         return cache.publish(built, manifest, headers)
 
@@ -336,7 +336,7 @@ def archive_of(path: Path, members: dict[str, bytes], *, link: str = "") -> Path
 @pytest.fixture
 def archives(tmp_path: Path) -> dict[str, Path]:
     good = json.loads(
-        Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, sha256="0", torch_abi="x").to_json()
+        Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, crc32="0", torch_abi="x").to_json()
     )
     climbing = {**good, "name": "../../outside"}
     made = {

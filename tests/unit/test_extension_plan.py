@@ -85,6 +85,9 @@ def test_cuda_sources_get_torchs_nvcc_flags() -> None:
     assert device.command[-5:] == ("-std=c++20", "-c", "/home/u/b.cu", "-o", "b.cuda.o")
     assert "-isystem /cuda/include" in " ".join(host.command)
     assert "-lc10_cuda -ltorch_cpu -ltorch_cuda -ltorch -ltorch_python" in " ".join(link.command)
+    comma = plan_extension(request(with_cuda=True, include_dirs=("/a,b",)), toolchain(cuda="13.0"), PYTHON, architectures=hopper)
+    assert "-I/a,b" in comma.steps[0].command
+    assert '-I"/a,b"' in comma.steps[1].command
     own = request(with_cuda=True, cuda_cflags=("-arch=sm_80", "-std=c++17", "-ccbin=g++-11"))
     mine = plan_extension(own, toolchain(cuda="13.0"), PYTHON, architectures=hopper)
     text = " ".join(mine.steps[1].command)

@@ -18,7 +18,7 @@ from flexops.op_builder import manifest as module
 from flexops.op_builder.manifest import Host, Manifest, has_machine_code, judge, needed_versions, verify
 
 MANIFEST = Manifest(
-    name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, sha256="0" * 64, torch_abi="stable-2.11",
+    name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, crc32="0" * 8, torch_abi="stable-2.11",
     cuda_version="13.0", architectures=("8.0", "9.0"), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"}, build_seconds=1.5,
 )  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_unknown_fields_of_a_later_version_are_left_out() -> None:
         {"schema": "flexops-0"},
         {"schema": None},
         {"size": "3"},
-        {"sha256": None},
+        {"crc32": None},
         {"library": "../../lib.so"},
         {"name": "../elsewhere"},
         {"key": ""},
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_refused(text: str) -> None:
         Manifest.from_json(text)
 
 
-@pytest.mark.parametrize("name", ["name", "key", "base", "device", "library", "size", "sha256", "torch_abi"])
+@pytest.mark.parametrize("name", ["name", "key", "base", "device", "library", "size", "crc32", "torch_abi"])
 def test_a_missing_field_is_named(name: str) -> None:
     data = json.loads(MANIFEST.to_json())
     del data[name]
@@ -132,7 +132,7 @@ def test_machine_code_or_ptx() -> None:
 def test_verify(tmp_path: Path) -> None:
     library = tmp_path / "lib.so"
     library.write_bytes(b"abc")
-    good = replace(MANIFEST, sha256="ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+    good = replace(MANIFEST, crc32="352441c2")
     assert verify(tmp_path, good) is None
     library.write_bytes(b"abd")
     swapped = verify(tmp_path, good)

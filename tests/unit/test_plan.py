@@ -9,7 +9,7 @@ from builds import CUDA, GIB, HOST, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper
 
 from flexops.errors import ToolchainError
 from flexops.op_builder import catalog
-from flexops.op_builder.plan import BuildPlan, Step
+from flexops.op_builder.plan import BuildPlan, Step, for_nvcc
 from flexops.toolchain.resources import Resources
 
 OLD_TOOLS = TOOLS._replace(torch=OLD_TORCH)
@@ -89,8 +89,21 @@ def test_cuda_plan_has_one_gencode_for_each_kind_of_code() -> None:
 
 def test_cudart_is_static_and_hidden_and_torch_cuda_is_not_needed() -> None:
     link = paper_plan(ADAM, "cuda").steps[-1].command
-    assert {"-lcudart_static", "-Wl,--exclude-libs,libcudart_static.a", "-L/cuda/lib64", "-ltorch_cpu"} <= set(link)
+    assert {"-lcudart_static", "-Wl,--exclude-libs,ALL", "-L/cuda/lib64", "-ltorch_cpu"} <= set(link)
     assert not {"-lcudart", "-ltorch_cuda", "-lc10_cuda", "-ltorch_python"} & set(link)
+
+
+def test_through_the_classic_abi_c_plus_plus_objects_cross_so_a_static_libstdcxx_stays_visible() -> None:
+    link = paper_plan(ADAM, "cuda", OLD_TOOLS).steps[-1].command
+    assert "-Wl,--exclude-libs,libcudart_static.a" in link
+    assert "-Wl,--exclude-libs,ALL" not in link
+
+
+def test_a_comma_in_the_path_is_kept_from_nvcc_alone() -> None:
+    host, device, _ = paper_plan(ADAM, "cuda", csrc=Path("/a, b/csrc")).steps
+    assert "-I/a, b/csrc" in host.command
+    assert '-I"/a, b/csrc"' in device.command
+    assert [for_nvcc(argument) for argument in ("-I/a", "/a", "/a,b")] == ["-I/a", "/a", '"/a,b"']
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_amd_gpus(tmp_path: Path) -> None:
         (nodes / str(node) / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {number}\n")
     assert gpus.local_gfx_targets(str(tmp_path)) == ("gfx90a", "gfx942", "gfx1100")
     assert gpus.local_gfx_targets(str(tmp_path / "none")) == ()
+    assert gpus.gfx_targets(" gfx90a;gfx942, gfx1100;") == ("gfx90a", "gfx942", "gfx1100")
 
 
 @pytest.mark.gpu
