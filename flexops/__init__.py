@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.cross_entropy import cross_entropy as cross_entropy
-    from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.lamb import lamb_ as lamb_
+    from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.lion import lion_ as lion_
     from .ops.norm import add_layer_norm as add_layer_norm
     from .ops.norm import add_rms_norm as add_rms_norm
     from .ops.norm import layer_norm as layer_norm
     from .ops.norm import rms_norm as rms_norm
-    from .ops.norm import rms_norm_quantized as rms_norm_quantized
+    from .ops.norm_quantized import rms_norm_quantized as rms_norm_quantized
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
@@ -73,14 +73,14 @@ _PUBLIC = {
     "lamb_": "ops.lamb",
     "lion_": "ops.lion",
     "cross_entropy": "ops.cross_entropy",
-    "linear_cross_entropy": "ops.cross_entropy",
+    "linear_cross_entropy": "ops.linear_cross_entropy",
     "causal_softmax": "ops.softmax",
     "scaled_masked_softmax": "ops.softmax",
     "layer_norm": "ops.norm",
     "rms_norm": "ops.norm",
     "add_layer_norm": "ops.norm",
     "add_rms_norm": "ops.norm",
-    "rms_norm_quantized": "ops.norm",
+    "rms_norm_quantized": "ops.norm_quantized",
     "quantize": "ops.quant",
     "dequantize": "ops.quant",
     "rotary_embedding": "ops.rope",

@@ -6,6 +6,9 @@
 namespace flexops {
 namespace {
 
+using Maybe = std::optional<Tensor>;
+using Two = std::tuple<Tensor, Tensor>;
+
 ActivationType type_of(const char* op, const char* argument, Dtype dtype) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
@@ -48,7 +51,7 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // ---- act(x + bias) --------------------------------------------------------------------------------------------------
 
 /// What forward and backward share. The tensors are replaced by what the kernels can take.
-BiasedActivation make_biased(const char* op, Activation activation, Tensor& x, std::optional<Tensor>& bias) {
+BiasedActivation make_biased(const char* op, Activation activation, Tensor& x, Maybe& bias) {
   BiasedActivation c = {};
   c.activation = activation;
   c.type = c.bias_type = type_of(op, "x", x.dtype());
@@ -73,7 +76,7 @@ BiasedActivation make_biased(const char* op, Activation activation, Tensor& x, s
   return c;
 }
 
-Tensor biased(const char* op, Activation activation, Tensor x, std::optional<Tensor> bias) {
+Tensor biased(const char* op, Activation activation, Tensor& x, Maybe& bias) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(x);
 #endif
@@ -89,8 +92,7 @@ Tensor biased(const char* op, Activation activation, Tensor x, std::optional<Ten
   return out;
 }
 
-std::tuple<Tensor, Tensor> biased_backward(const char* op, Activation activation, Tensor grad, Tensor x, std::optional<Tensor> bias,
-                                           bool bias_gradient) {
+Two biased_backward(const char* op, Activation activation, Tensor& grad, Tensor& x, Maybe& bias, bool bias_gradient) {
   check_like(op, "grad", grad, x.dtype(), x, "x");
   FLEXOPS_CHECK(same_shape(grad, x), op, ": grad must have x's shape ", shape_text(x), ", got ", shape_text(grad));
   FLEXOPS_CHECK(bias || !bias_gradient, op, ": bias_gradient must be false without a bias");
@@ -138,7 +140,7 @@ std::tuple<Tensor, Tensor> biased_backward(const char* op, Activation activation
 // ---- act(gate) * up -------------------------------------------------------------------------------------------------
 
 /// As above. `columns` are the result's.
-GatedActivation make_gated(const char* op, Activation activation, Tensor& gate, std::optional<Tensor>& up, bool interleaved) {
+GatedActivation make_gated(const char* op, Activation activation, Tensor& gate, Maybe& up, bool interleaved) {
   GatedActivation c = {};
   c.activation = activation;
   c.type = type_of(op, "gate", gate.dtype());
@@ -166,7 +168,7 @@ GatedActivation make_gated(const char* op, Activation activation, Tensor& gate, 
   return c;
 }
 
-Tensor gated(const char* op, Activation activation, Tensor gate, std::optional<Tensor> up, bool interleaved) {
+Tensor gated(const char* op, Activation activation, Tensor& gate, Maybe& up, bool interleaved) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(gate);
 #endif
@@ -184,8 +186,7 @@ Tensor gated(const char* op, Activation activation, Tensor gate, std::optional<T
   return out;
 }
 
-std::tuple<Tensor, Tensor> gated_backward(const char* op, Activation activation, Tensor grad, Tensor gate, std::optional<Tensor> up,
-                                          bool interleaved) {
+Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(gate);
 #endif
@@ -216,29 +217,21 @@ std::tuple<Tensor, Tensor> gated_backward(const char* op, Activation activation,
 
 // ---- the operators --------------------------------------------------------------------------------------------------
 
-Tensor bias_gelu(Tensor x, std::optional<Tensor> bias, bool tanh) {
-  return biased("flexops::bias_gelu", gelu_of(tanh), std::move(x), std::move(bias));
+Tensor bias_gelu(Tensor x, Maybe bias, bool tanh) { return biased("flexops::bias_gelu", gelu_of(tanh), x, bias); }
+Two bias_gelu_backward(Tensor grad, Tensor x, Maybe bias, bool tanh, bool bias_gradient) {
+  return biased_backward("flexops::bias_gelu_backward", gelu_of(tanh), grad, x, bias, bias_gradient);
 }
-std::tuple<Tensor, Tensor> bias_gelu_backward(Tensor grad, Tensor x, std::optional<Tensor> bias, bool tanh, bool bias_gradient) {
-  return biased_backward("flexops::bias_gelu_backward", gelu_of(tanh), std::move(grad), std::move(x), std::move(bias), bias_gradient);
+Tensor bias_silu(Tensor x, Maybe bias) { return biased("flexops::bias_silu", Activation::silu, x, bias); }
+Two bias_silu_backward(Tensor grad, Tensor x, Maybe bias, bool bias_gradient) {
+  return biased_backward("flexops::bias_silu_backward", Activation::silu, grad, x, bias, bias_gradient);
 }
-Tensor bias_silu(Tensor x, std::optional<Tensor> bias) {
-  return biased("flexops::bias_silu", Activation::silu, std::move(x), std::move(bias));
+Tensor swiglu(Tensor gate, Maybe up, bool interleaved) { return gated("flexops::swiglu", Activation::silu, gate, up, interleaved); }
+Two swiglu_backward(Tensor grad, Tensor gate, Maybe up, bool interleaved) {
+  return gated_backward("flexops::swiglu_backward", Activation::silu, grad, gate, up, interleaved);
 }
-std::tuple<Tensor, Tensor> bias_silu_backward(Tensor grad, Tensor x, std::optional<Tensor> bias, bool bias_gradient) {
-  return biased_backward("flexops::bias_silu_backward", Activation::silu, std::move(grad), std::move(x), std::move(bias), bias_gradient);
-}
-Tensor swiglu(Tensor gate, std::optional<Tensor> up, bool interleaved) {
-  return gated("flexops::swiglu", Activation::silu, std::move(gate), std::move(up), interleaved);
-}
-std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, std::optional<Tensor> up, bool interleaved) {
-  return gated_backward("flexops::swiglu_backward", Activation::silu, std::move(grad), std::move(gate), std::move(up), interleaved);
-}
-Tensor geglu(Tensor gate, std::optional<Tensor> up, bool tanh, bool interleaved) {
-  return gated("flexops::geglu", gelu_of(tanh), std::move(gate), std::move(up), interleaved);
-}
-std::tuple<Tensor, Tensor> geglu_backward(Tensor grad, Tensor gate, std::optional<Tensor> up, bool tanh, bool interleaved) {
-  return gated_backward("flexops::geglu_backward", gelu_of(tanh), std::move(grad), std::move(gate), std::move(up), interleaved);
+Tensor geglu(Tensor gate, Maybe up, bool tanh, bool interleaved) { return gated("flexops::geglu", gelu_of(tanh), gate, up, interleaved); }
+Two geglu_backward(Tensor grad, Tensor gate, Maybe up, bool tanh, bool interleaved) {
+  return gated_backward("flexops::geglu_backward", gelu_of(tanh), grad, gate, up, interleaved);
 }
 
 }  // namespace

@@ -102,6 +102,19 @@ static const float* widen_bias(const BiasedActivation& c, int64_t column, int64_
   return buffer;
 }
 
+/// Where bf16 comes in and goes out, element by element, their order does not matter: f(i) works on pairs of registers from i on. Returns
+/// where they end. (With 16 registers, two elements' arithmetic at once does not fit: there, it is not worth it.)
+template <typename F>
+static FLEXOPS_INLINE int64_t for_each_pair(bool possible, int64_t count, const F& f) {
+  int64_t i = 0;
+  if constexpr (kLanes == 16) {
+    for (; possible && i + 2 * kLanes <= count; i += 2 * kLanes) f(i);
+  }
+  return i;
+}
+static const uint16_t* bf16_at(const void* data, int64_t offset) { return static_cast<const uint16_t*>(data) + offset; }
+static uint16_t* bf16_at(void* data, int64_t offset) { return static_cast<uint16_t*>(data) + offset; }
+
 /// Calls f with the activation's arithmetic.
 template <typename F>
 static void with_activation(Activation which, F f) {
@@ -115,9 +128,19 @@ static void with_activation(Activation which, F f) {
 void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
+    const bool paired = c.type == ActivationType::bf16 && c.bias && c.bias_type == ActivationType::bf16;
     float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t row = item / tiles;
+      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
+        const Bf16Pairs in = load_bf16_pairs(bf16_at(c.x, row * c.x_stride + column + i)),
+                        add = load_bf16_pairs(bf16_at(c.bias, column + i));
+        store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i),
+                         {arithmetic.value(in.even + add.even), arithmetic.value(in.odd + add.odd)});
+      });
+      if (done == count) continue;
+      column += done, count -= done;
       const float* x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
       const float* bias = !c.bias && item > begin ? bias_buffer : widen_bias(c, column, count, bias_buffer);
@@ -137,38 +160,92 @@ static void add_part(float* sum, float* part, int64_t count) {
   }
 }
 
+/// Neighbouring tiles that are walked together, from row to row: runs long enough for the processor to fetch ahead.
+constexpr int64_t kJoined = 4;
+
+/// Whether a tile's elements, and their sums, are worked on in pairs of registers.
+static bool in_pairs(const BiasedActivation& c, int64_t count) {
+  const bool bf16 = c.type == ActivationType::bf16 && c.bias && c.bias_type == ActivationType::bf16;
+  return kLanes == 16 && bf16 && count % (2 * kLanes) == 0;
+}
+
+/// Pairs of registers, the even and the odd elements, as one row. (Unrolled, the loop takes the compiler two seconds.)
+[[gnu::noinline]] static void put_in_order(float* values, int64_t count) {
+  float pairs[2 * kLanes];
+  for (int64_t i = 0; i < count; i += 2 * kLanes) {
+    memcpy(pairs, values + i, sizeof pairs);
+#pragma GCC unroll 1
+    for (int k = 0; k < kLanes; ++k) values[i + 2 * k] = pairs[k], values[i + 2 * k + 1] = pairs[kLanes + k];
+  }
+}
+
+/// One slice's rows in some neighbouring tiles, from `first_column` on.
+template <typename Arithmetic>
+static void backward_slice(const BiasedActivation& c, Arithmetic arithmetic, int64_t slice, int64_t first_column, int64_t tiles) {
+  const bool summed = c.bias_grad != nullptr;
+  float x_buffer[kTile], grad_buffer[kTile], out_buffer[kTile];
+  float bias_buffers[kJoined][kTile], sums[kJoined][kTile], parts[kJoined][kTile];
+  const float* biases[kJoined];
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t column = first_column + tile * kTile;
+    const int64_t count = least(c.columns - column, kTile);
+    if (!in_pairs(c, count)) biases[tile] = widen_bias(c, column, count, bias_buffers[tile]);
+    if (!summed) continue;
+    memset(sums[tile], 0, sizeof sums[tile]);
+    memset(parts[tile], 0, sizeof parts[tile]);
+  }
+  const int64_t last = least((slice + 1) * c.slice_rows, c.rows);
+  for (int64_t row = slice * c.slice_rows; row < last; ++row) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t column = first_column + tile * kTile, count = least(c.columns - column, kTile);
+      float* part = parts[tile];
+      if (in_pairs(c, count)) {
+        for (int64_t i = 0; i < count; i += 2 * kLanes) {
+          const Bf16Pairs in = load_bf16_pairs(bf16_at(c.x, row * c.x_stride + column + i)),
+                          add = load_bf16_pairs(bf16_at(c.bias, column + i));
+          const Bf16Pairs outer = load_bf16_pairs(bf16_at(c.grad, row * c.grad_stride + column + i));
+          Floats unused;
+          const Bf16Pairs value = {outer.even * arithmetic.slope(in.even + add.even, unused),
+                                   outer.odd * arithmetic.slope(in.odd + add.odd, unused)};
+          store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i), value);
+          if (!summed) continue;
+          store_floats(part + i, load_floats(part + i) + value.even);
+          store_floats(part + i + kLanes, load_floats(part + i + kLanes) + value.odd);
+        }
+        if (summed && ((row + 1) % kPart == 0 || row + 1 == last)) add_part(sums[tile], part, count);
+        continue;
+      }
+      const float *bias = biases[tile], *x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
+      const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
+      float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Floats unused;
+        const Floats value = load_floats(grad + i) * arithmetic.slope(load_floats(x + i) + load_floats(bias + i), unused);
+        store_floats(out + i, value);
+        if (summed) store_floats(part + i, load_floats(part + i) + value);
+      }
+      narrow(out, c.out, row * c.columns + column, count, c.type);
+      if (summed && ((row + 1) % kPart == 0 || row + 1 == last)) add_part(sums[tile], part, count);
+    }
+  }
+  for (int64_t tile = 0; summed && tile < tiles; ++tile) {
+    const int64_t column = first_column + tile * kTile, count = least(c.columns - column, kTile);
+    if (in_pairs(c, count)) put_in_order(sums[tile], count);
+    if (c.sums) {
+      memcpy(c.sums + slice * c.columns + column, sums[tile], static_cast<size_t>(count) * sizeof(float));
+    } else {
+      narrow(sums[tile], c.bias_grad, column, count, c.bias_type);
+    }
+  }
+}
+
 void biased_activation_backward_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
-  const bool summed = c.bias_grad != nullptr;
   with_activation(c.activation, [&](auto arithmetic) {
-    float x_buffer[kTile], bias_buffer[kTile], grad_buffer[kTile], out_buffer[kTile], sum[kTile], part[kTile];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t slice = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
-      const float* bias = widen_bias(c, column, count, bias_buffer);
-      if (summed) {
-        memset(sum, 0, sizeof sum);
-        memset(part, 0, sizeof part);
-      }
-      const int64_t last = least((slice + 1) * c.slice_rows, c.rows);
-      for (int64_t row = slice * c.slice_rows; row < last; ++row) {
-        const float* x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
-        const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
-        float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
-        for (int64_t i = 0; i < count; i += kLanes) {
-          Floats unused;
-          const Floats value = load_floats(grad + i) * arithmetic.slope(load_floats(x + i) + load_floats(bias + i), unused);
-          store_floats(out + i, value);
-          if (summed) store_floats(part + i, load_floats(part + i) + value);
-        }
-        narrow(out, c.out, row * c.columns + column, count, c.type);
-        if (summed && ((row + 1) % kPart == 0 || row + 1 == last)) add_part(sum, part, count);
-      }
-      if (!summed) continue;
-      if (c.sums) {
-        memcpy(c.sums + slice * c.columns + column, sum, static_cast<size_t>(count) * sizeof(float));
-      } else {
-        narrow(sum, c.bias_grad, column, count, c.bias_type);
-      }
+    for (int64_t item = begin, joined = 0; item < end; item += joined) {
+      const int64_t tile = item % tiles;
+      joined = least(least(end - item, tiles - tile), kJoined);
+      backward_slice(c, arithmetic, item / tiles, tile * kTile, joined);
     }
   });
 }
@@ -211,10 +288,20 @@ struct Gates {
 void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
+    const bool paired = c.type == ActivationType::bf16 && !c.pairs;
     Gates in;
     float out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t row = item / tiles;
+      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
+        const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column + i));
+        const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column + i));
+        store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i),
+                         {arithmetic.value(gate.even) * up.even, arithmetic.value(gate.odd) * up.odd});
+      });
+      if (done == count) continue;
+      column += done, count -= done;
       in.load(c, row, column, count);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
       for (int64_t i = 0; i < count; i += kLanes)
@@ -227,10 +314,24 @@ void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) 
 void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
+    const bool paired = c.type == ActivationType::bf16 && !c.pairs;
     Gates in;
     float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles, column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t row = item / tiles;
+      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
+      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
+        const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column + i));
+        const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column + i));
+        const Bf16Pairs outer = load_bf16_pairs(bf16_at(c.grad, row * c.grad_stride + column + i));
+        Bf16Pairs value;
+        const Bf16Pairs slope = {arithmetic.slope(gate.even, value.even), arithmetic.slope(gate.odd, value.odd)};
+        const int64_t to = row * c.out_stride + column + i;
+        store_bf16_pairs(bf16_at(c.gate_grad, to), {outer.even * up.even * slope.even, outer.odd * up.odd * slope.odd});
+        store_bf16_pairs(bf16_at(c.up_grad, to), {outer.even * value.even, outer.odd * value.odd});
+      });
+      if (done == count) continue;
+      column += done, count -= done;
       in.load(c, row, column, count);
       const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
       const int64_t at = row * c.out_stride + (c.pairs ? 2 * column : column);

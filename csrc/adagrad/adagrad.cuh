@@ -56,7 +56,7 @@ struct Rule {
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
     const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    const float decayed = lr / (1.0f + (*launch.extra[kStep][tensor] - 1.0f) * s.lr_decay);
+    const float decayed = lr / (1.0f + (*launch.row[tensor].extra[kStep] - 1.0f) * s.lr_decay);
     return {decayed, s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
   }
 

@@ -9,13 +9,8 @@ namespace flexops {
 /// What a row's arrays are. The sum of squares is float32; the gradient is written only if there is a grad_scale.
 enum AdagradArray { kAdagradParam, kAdagradGrad, kAdagradSum };
 
-struct AdagradOptions {
-  double lr;
-  const float* lr_tensor;  // overrides lr if not nullptr
-  double lr_decay, weight_decay, eps;
-  bool maximize;
-  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
-  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+struct AdagradOptions : StepOptions {
+  double lr_decay, eps;
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.

@@ -44,14 +44,9 @@ void adagrad_(TensorList params, TensorList grads, TensorList sums, TensorList s
   TensorTable table("flexops::adagrad_", {{"params", params, true}, {"grads", grads, true, grad_scale.has_value()}, {"sums", sums, false}},
                     &state_steps);
   AdagradOptions options;
-  options.lr = lr;
-  options.lr_tensor = table.number("lr", lr_tensor);
+  table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
   options.lr_decay = lr_decay;
-  options.weight_decay = weight_decay;
   options.eps = eps;
-  options.maximize = maximize;
-  options.grad_scale = table.number("grad_scale", grad_scale);
-  options.found_inf = table.number("found_inf", found_inf);
   launch(table, options, params[0]);
   table.finish();
 }

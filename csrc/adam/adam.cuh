@@ -1,6 +1,7 @@
 // Adam's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 16 and writes 12 bytes an element.
 #pragma once
 
+#include "adam/adam_numbers.cuh"
 #include "common/multi_tensor.cuh"
 
 namespace flexops::adam {
@@ -42,33 +43,12 @@ struct Rule {
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::FLEXOPS_ADAM_LOAD, kStore = Cache::FLEXOPS_ADAM_STORE;
 
-  struct Shared {
-    const float *grad_scale, *found_inf;
-    const float* lr_tensor;
-    float lr;
-    float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
-    float beta1, beta2, one_minus_beta1, one_minus_beta2;
-    float eps;
-    float weight_decay;
-    bool decoupled, maximize;
-  };
-
-  struct Factors {
-    float step_size, inverse_bias2;
-    float l2, decay;
-    float sign, grad_scale;
-  };
+  using Shared = Numbers;
+  using Factors = adam::Factors;
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
-    const float step = *launch.extra[kStep][tensor];
-    const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
     Factors f;
-    f.step_size = lr / -expm1f(step * s.log_beta1);
-    f.inverse_bias2 = 1.0f / sqrtf(-expm1f(step * s.log_beta2));
-    f.l2 = s.decoupled ? 0.0f : s.weight_decay;
-    f.decay = s.decoupled ? lr * s.weight_decay : 0.0f;
-    f.sign = s.maximize ? -1.0f : 1.0f;
-    f.grad_scale = s.grad_scale ? *s.grad_scale : 1.0f;
+    f.find(s, *launch.row[tensor].extra[kStep]);
     return f;
   }
 

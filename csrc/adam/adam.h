@@ -10,13 +10,9 @@ namespace flexops {
 /// second dtype, may be. The gradient is written only if there is a grad_scale.
 enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpAvgSq, kAdamCopy };
 
-struct AdamOptions {
-  double lr;
-  const float* lr_tensor;  // overrides lr if not nullptr
-  double beta1, beta2, eps, weight_decay;
-  bool amsgrad, maximize, decoupled;
-  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
-  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+struct AdamOptions : StepOptions {
+  double beta1, beta2, eps;
+  bool decoupled;
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.

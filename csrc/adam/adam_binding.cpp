@@ -1,10 +1,10 @@
 // flexops::adam_ and flexops::adam_copy_: argument checks and registration (schemas: flexops/ops/adam.py).
 
 #include "adam/adam.h"
+
+#include "adam/adam_binding.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
-
-#include <math.h>
 
 namespace flexops {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 /// The arguments that adam_ and adam_copy_ share.
 struct Numbers {
   double lr, beta1, beta2, eps, weight_decay;
-  bool amsgrad, maximize, decoupled;
+  bool maximize, decoupled;
   std::optional<Tensor>&lr_tensor, &grad_scale, &found_inf;
 };
 
@@ -24,28 +24,11 @@ void launch(const char* op, TensorTable& table, const AdamOptions& options, cons
 
 #else
 
-AdamStep make_step(const AdamOptions& o, double step) {
-  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
-  AdamStep s;
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
-  s.eps = static_cast<float>(o.eps);
-  s.step_size = static_cast<float>(lr / (1 - pow(o.beta1, step)));
-  s.inverse_bias2 = static_cast<float>(1 / sqrt(1 - pow(o.beta2, step)));
-  s.l2 = o.decoupled ? 0.0f : static_cast<float>(o.weight_decay);
-  s.decay = o.decoupled ? static_cast<float>(lr * o.weight_decay) : 0.0f;
-  s.sign = o.maximize ? -1.0f : 1.0f;
-  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
-  return s;
-}
-
 void launch(const char*, TensorTable& table, const AdamOptions& options, const Tensor&) {
   if (options.found_inf && *options.found_inf != 0) return;
   const std::vector<TensorRow>& rows = table.rows();
   std::vector<AdamStep> steps(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) steps[i] = make_step(options, *rows[i].step += 1.0f);
+  for (size_t i = 0; i < rows.size(); ++i) steps[i] = make_adam_step(options, *rows[i].step += 1.0f);
   for_each_piece(rows, 32, [&](size_t i, int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(adam_cpu)(rows[i], steps[i], begin, end); });
 }
 
@@ -53,17 +36,11 @@ void launch(const char*, TensorTable& table, const AdamOptions& options, const T
 
 void run(const char* op, TensorTable table, const Numbers& n, const Tensor& where) {
   AdamOptions options;
-  options.lr = n.lr;
+  table.fill(options, n.lr, n.lr_tensor, n.weight_decay, n.maximize, n.grad_scale, n.found_inf);
   options.beta1 = n.beta1;
   options.beta2 = n.beta2;
   options.eps = n.eps;
-  options.weight_decay = n.weight_decay;
-  options.amsgrad = n.amsgrad;
-  options.maximize = n.maximize;
   options.decoupled = n.decoupled;
-  options.lr_tensor = table.number("lr", n.lr_tensor);
-  options.grad_scale = table.number("grad_scale", n.grad_scale);
-  options.found_inf = table.number("found_inf", n.found_inf);
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(where);
 #endif
@@ -81,7 +58,7 @@ void adam_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList 
   run(op,
       amsgrad ? TensorTable(op, {param, grad, average, square, largest}, &state_steps)
               : TensorTable(op, {param, grad, average, square}, &state_steps),
-      {lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, lr_tensor, grad_scale, found_inf}, params[0]);
+      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf}, params[0]);
 }
 
 void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
@@ -101,8 +78,7 @@ void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, Tensor
       std::swap(row.type[kAdamMaxExpAvgSq], row.type[kAdamCopy]);
     }
   }
-  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, lr_tensor, grad_scale, found_inf},
-      params[0]);
+  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf}, params[0]);
 }
 
 }  // namespace

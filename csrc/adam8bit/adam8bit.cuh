@@ -5,6 +5,7 @@
 // exp_avg = scale * sign(c) (c / 127)^2, exp_avg_sq = scale * (c / 255)^4, rounded up or down at random, so that it is right on average.
 #pragma once
 
+#include "adam/adam_numbers.cuh"
 #include "common/multi_tensor.cuh"
 
 namespace flexops::adam8bit {
@@ -41,16 +42,7 @@ struct Rule {
   static constexpr u32 kTyped = 0b11, kOptional = 0;
   static constexpr bool kReverse = false;
 
-  struct Shared {
-    const float *grad_scale, *found_inf;
-    const float* lr_tensor;
-    float lr;
-    float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
-    float beta1, beta2, one_minus_beta1, one_minus_beta2;
-    float eps;
-    float weight_decay;
-    bool decoupled, maximize;
-  };
+  using Shared = adam::Numbers;
 };
 
 // One instruction each; subnormal numbers are taken for 0.
@@ -87,27 +79,19 @@ FLEXOPS_DEVICE u32 random_word(u32 seed, u32 place) {
 }
 
 /// What every element of a tensor shares in this step.
-struct Factors {
+struct Factors : adam::Factors {
   bool ready = false;
-  float step_size, inverse_bias2, eps, l2, decay, sign, unscale;
+  float eps, unscale;
   u32 seed;
-};
 
-template <class Shared>
-FLEXOPS_DEVICE Factors make_factors(const Shared& s, const float* step_pointer) {
-  const float step = *step_pointer, lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-  Factors f;
-  f.ready = true;
-  f.step_size = lr / -expm1f(step * s.log_beta1);
-  f.inverse_bias2 = 1.0f / sqrtf(-expm1f(step * s.log_beta2));
-  f.eps = fmaxf(s.eps, 1e-30f);
-  f.l2 = s.decoupled ? 0.0f : s.weight_decay;
-  f.decay = s.decoupled ? lr * s.weight_decay : 0.0f;
-  f.sign = s.maximize ? -1.0f : 1.0f;
-  f.unscale = s.grad_scale ? 1.0f / *s.grad_scale : 1.0f;
-  f.seed = hash(static_cast<u32>(step));
-  return f;
-}
+  FLEXOPS_DEVICE void find(const adam::Numbers& n, float step) {
+    adam::Factors::find(n, step);
+    ready = true;
+    eps = fmaxf(n.eps, 1e-30f);
+    unscale = 1.0f / grad_scale;
+    seed = hash(static_cast<u32>(step));
+  }
+};
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: x + kMagic has x, as an integer, in its low bits
 
@@ -285,7 +269,7 @@ FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const mu
   float* const scale2 = reinterpret_cast<float*>(p.array[R::kExpAvgSqScale]) + at / kBlock;
   x.read(p, at, count);
   const float unit1 = *scale1 * (1.0f / kMost1), unit2 = *scale2 * (1.0f / kMost2);
-  if (!f.ready) f = make_factors(s, step);
+  if (!f.ready) f.find(s, *step);
   x.widen(x.param, p, R::kParam);
   x.widen(x.grad, p, R::kGrad);
   const float sign = f.sign * f.unscale, kept1 = unit1 * s.beta1, kept2 = unit2 * s.beta2;
@@ -347,13 +331,10 @@ __global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBl
   const auto& s = launch.shared;
   if (s.found_inf && *s.found_inf != 0.0f) return;
   const int t = multi::find_tensor(launch, blockIdx.x);
-  multi::Pointers<R> p;
-#pragma unroll
-  for (int k = 0; k < R::kArrays; ++k) p.array[k] = static_cast<char*>(launch.array[k][t]);
-  p.flags = launch.flags[t];
-  const i64 begin = static_cast<i64>(blockIdx.x - launch.first_chunk[t]) * kChunk, left = launch.numel[t] - begin;
+  const multi::Pointers<R> p(launch.row[t]);
+  const i64 begin = static_cast<i64>(blockIdx.x - launch.first_chunk[t]) * kChunk, left = p.numel - begin;
   const int size = static_cast<int>(left < kChunk ? left : kChunk);
-  const float* step = launch.extra[R::kStep][t];
+  const float* step = launch.row[t].extra[R::kStep];
   Factors f;
   for (int at = static_cast<int>(threadIdx.x) / kWarpSize * kBlock; at < size; at += R::kThreads / kWarpSize * kBlock) {
     if (size - at >= kBlock && (p.flags & multi::kAligned)) {

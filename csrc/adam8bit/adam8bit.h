@@ -1,6 +1,7 @@
 // The launchers of Adam and AdamW with 8-bit states: raw pointers and numbers, no torch.
 #pragma once
 
+#include "adam/adam.h"
 #include "common/cpu.h"
 #include "common/multi_tensor.h"
 
@@ -12,29 +13,12 @@ enum Adam8bitArray { kAdam8bitParam, kAdam8bitGrad, kAdam8bitExpAvg, kAdam8bitEx
 
 constexpr int64_t kAdam8bitBlock = 256;  // elements that share a scale
 
-struct Adam8bitOptions {
-  double lr;
-  const float* lr_tensor;  // overrides lr if not nullptr
-  double beta1, beta2, eps, weight_decay;
-  bool maximize, decoupled;
-  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
-  const float* found_inf;   // nullptr, or nonzero to do nothing at all
-};
-
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* adam8bit_cuda(const TensorRow* rows, int64_t count, const Adam8bitOptions& options, void* stream);
+const char* adam8bit_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream);
 
 /// What every element of one tensor shares in one step, on the CPU.
-struct Adam8bitStep {
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float eps;
-  float step_size;      // lr / (1 - beta1^step)
-  float inverse_bias2;  // 1 / sqrt(1 - beta2^step)
-  float l2;             // weight decay added to the gradient
-  float decay;          // the share of the parameter that decoupled weight decay takes
-  float sign;           // -1 to maximize
-  float grad_scale;     // 0 for none
-  uint32_t step;        // seeds the rounding
+struct Adam8bitStep : AdamStep {
+  uint32_t step;  // seeds the rounding
 };
 
 /// Elements [begin, end) of one tensor; begin is a multiple of the block.

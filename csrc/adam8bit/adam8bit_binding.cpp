@@ -1,10 +1,10 @@
 // flexops::adam8bit_: argument checks and registration (schema: flexops/ops/adam8bit.py).
 
 #include "adam8bit/adam8bit.h"
+
+#include "adam/adam_binding.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
-
-#include <math.h>
 
 namespace flexops {
 namespace {
@@ -27,32 +27,21 @@ void add_scales(TensorTable& table, const char* name, const TensorList& scales, 
 
 #if FLEXOPS_DEVICE_CUDA
 
-void launch(TensorTable& table, const Adam8bitOptions& options, const Tensor& where) {
+void launch(TensorTable& table, const AdamOptions& options, const Tensor& where) {
   DeviceGuard guard(where);
   check_launch(kOp, adam8bit_cuda(table.data(), table.size(), options, current_stream(where)));
 }
 
 #else
 
-Adam8bitStep make_step(const Adam8bitOptions& o, double step) {
-  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
+Adam8bitStep make_step(const AdamOptions& options, double step) {
   Adam8bitStep s;
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
-  s.eps = static_cast<float>(o.eps);
-  s.step_size = static_cast<float>(lr / (1 - pow(o.beta1, step)));
-  s.inverse_bias2 = static_cast<float>(1 / sqrt(1 - pow(o.beta2, step)));
-  s.l2 = o.decoupled ? 0.0f : static_cast<float>(o.weight_decay);
-  s.decay = o.decoupled ? static_cast<float>(lr * o.weight_decay) : 0.0f;
-  s.sign = o.maximize ? -1.0f : 1.0f;
-  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
+  static_cast<AdamStep&>(s) = make_adam_step(options, step);
   s.step = static_cast<uint32_t>(step);
   return s;
 }
 
-void launch(TensorTable& table, const Adam8bitOptions& options, const Tensor&) {
+void launch(TensorTable& table, const AdamOptions& options, const Tensor&) {
   if (options.found_inf && *options.found_inf != 0) return;
   const std::vector<TensorRow>& rows = table.rows();
   std::vector<Adam8bitStep> steps(rows.size());
@@ -76,17 +65,12 @@ void adam8bit_(TensorList params, TensorList grads, TensorList exp_avgs, TensorL
                     &state_steps, /*row_major=*/true);
   add_scales(table, "exp_avg_scales", exp_avg_scales, kAdam8bitExpAvgScale);
   add_scales(table, "exp_avg_sq_scales", exp_avg_sq_scales, kAdam8bitExpAvgSqScale);
-  Adam8bitOptions options;
-  options.lr = lr;
-  options.lr_tensor = table.number("lr", lr_tensor);
+  AdamOptions options;
+  table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
   options.beta1 = beta1;
   options.beta2 = beta2;
   options.eps = eps;
-  options.weight_decay = weight_decay;
-  options.maximize = maximize;
   options.decoupled = decoupled;
-  options.grad_scale = table.number("grad_scale", grad_scale);
-  options.found_inf = table.number("found_inf", found_inf);
   launch(table, options, params[0]);
   table.finish();
 }

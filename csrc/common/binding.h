@@ -66,6 +66,15 @@ inline int64_t dtype_size(Dtype dtype) {
   return kSizes[static_cast<int>(dtype)];
 }
 
+/// Of a ScalarType as a schema hands it over, in the low half of the word. The numbers are those that saved models hold, so they do not
+/// change. Which dtypes it takes, each op checks itself.
+inline Dtype dtype_of_code(int64_t code) {
+  static constexpr int32_t kCodes[] = {6, 5, 15, 7, 0, 1, 2, 3, 4, 11, 24, 23};
+  int index = 0;
+  while (index < static_cast<int>(Dtype::other) && kCodes[index] != static_cast<int32_t>(code)) ++index;
+  return static_cast<Dtype>(index);
+}
+
 namespace detail {
 /// A piece of an error message: text or a whole number.
 struct Part {

@@ -113,24 +113,27 @@ inline void copy(const Tensor& destination, const Tensor& source) { destination.
 /// The tensor itself if it is contiguous, else a contiguous copy.
 inline Tensor contiguous(const Tensor& tensor) { return Tensor(tensor.torch().contiguous()); }
 
-/// Calls body(begin, end) on pieces of [begin, end) of at least `grain` items, on torch's threads. The body must not throw.
+/// Calls body(begin, end) on pieces of [begin, end), on torch's threads; on all of it at once where there are no more than `grain` items,
+/// which are not worth waking threads for. Once they are awake, pieces of an eighth of that are. The body must not throw.
 template <typename F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
-  const int64_t most = (end - begin + grain - 1) / (grain > 0 ? grain : 1);
-  const int64_t pieces = std::min<int64_t>(at::get_num_threads(), most);
   if (begin >= end) return;
+  const int64_t least = grain > 8 ? (grain + 7) / 8 : 1, threads = at::get_num_threads();
+  const int64_t pieces = end - begin <= grain ? 1 : std::min<int64_t>(threads, (end - begin + least - 1) / least);
   if (pieces <= 1 || GOMP_parallel == nullptr || at::in_parallel_region()) return body(begin, end);
   struct Context {
     const F& body;
     int64_t begin, end, size;
     std::atomic<int64_t> next;
   } context{body, begin, end, (end - begin + pieces - 1) / pieces, {0}};
-  GOMP_parallel(  // the team may be smaller than asked for, so its members fetch pieces until none is left
+  // The team may be smaller than asked for, so its members fetch pieces until none is left. It is torch's, whatever there is to do: GNU's
+  // runtime ends the threads that a smaller team leaves over, and making them anew takes most of a millisecond.
+  GOMP_parallel(
       [](void* raw) {
         auto& c = *static_cast<Context*>(raw);
         for (int64_t at; (at = c.begin + c.next.fetch_add(1) * c.size) < c.end;) c.body(at, std::min(at + c.size, c.end));
       },
-      &context, static_cast<unsigned>(pieces), 0);
+      &context, static_cast<unsigned>(threads), 0);
 }
 
 /// Makes the tensor's GPU the current device for the guard's lifetime.

@@ -149,11 +149,14 @@ inline Tensor contiguous(const Tensor& tensor) {
   return out;
 }
 
-/// Calls body(begin, end) on pieces of [begin, end) of at least `grain` items, on torch's threads. The body must not throw.
+/// Calls body(begin, end) on pieces of [begin, end), on torch's threads; on all of it at once where there are no more than `grain` items,
+/// which are not worth waking threads for. Once they are awake, pieces of an eighth of that are. The body must not throw.
 template <typename F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
+  if (begin >= end) return;
+  if (end - begin <= grain) return body(begin, end);
   FLEXOPS_TORCH(torch_parallel_for(
-      begin, end, grain, [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); },
+      begin, end, (grain + 7) / 8, [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); },
       const_cast<void*>(static_cast<const void*>(&body))));
 }
 

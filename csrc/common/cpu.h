@@ -45,7 +45,7 @@ enum class Isa { baseline, avx2, avx512 };
 #define FLEXOPS_ISA_CALL(function) (::flexops::baseline::function)
 #endif
 
-#if !defined(FLEXOPS_ISA)  // the binding's part: kernels do not ask
+#if !defined(FLEXOPS_ISA) && !defined(__CUDACC__) && !defined(__HIPCC__)  // the binding's part: neither kernels nor launchers ask
 
 namespace detail {
 inline Isa detect_isa() {

@@ -72,6 +72,26 @@ inline Floats load_floats(const float* from) {
 }
 inline void store_floats(float* to, Floats value) { memcpy(to, &value, sizeof value); }
 
+/// Two registers' worth of neighbouring bf16 numbers, the even and the odd ones as floats: half the work of taking them apart in their
+/// order, where it does not matter.
+struct Bf16Pairs {
+  Floats even, odd;
+};
+typedef uint32_t PairBits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+inline Bf16Pairs load_bf16_pairs(const uint16_t* from) {
+  PairBits bits;
+  memcpy(&bits, from, sizeof bits);
+  return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000u)};
+}
+inline PairBits round_to_upper_half(Floats value) {
+  const PairBits bits = (PairBits)value;
+  return value == value ? bits + ((bits >> 16 & 1u) + 0x7fffu) : PairBits{} + 0x7fc00000u;
+}
+inline void store_bf16_pairs(uint16_t* to, Bf16Pairs values) {
+  const PairBits bits = round_to_upper_half(values.even) >> 16 | (round_to_upper_half(values.odd) & 0xffff0000u);
+  memcpy(to, &bits, sizeof bits);
+}
+
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline Floats square_root(Floats value) {
 #if defined(__AVX512F__)
@@ -89,10 +109,17 @@ inline Floats square_root(Floats value) {
 inline void bf16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = bf16_to_float(in[i]);
 }
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+/// Sixteen at once, each in the upper half of a word, above bits that mean nothing.
+inline __m512i round_to_bf16(__m512 value) {
+  typedef uint32_t Words __attribute__((vector_size(64)));
+  const Words bits = (Words)value;
+  const __m512i rounded = (__m512i)(bits + ((bits >> 16 & 1u) + 0x7fffu));
+  return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), (__m512i)(Words{} + 0x7fc00000u));
+}
+#elif defined(__AVX2__)
 /// Eight at once, each in the lower half of a word. (Left to itself, the compiler packs them four times as slowly.)
-inline __m256i round_to_bf16(const float* in) {
-  const __m256 value = _mm256_loadu_ps(in);
+inline __m256i round_to_bf16(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
@@ -101,9 +128,18 @@ inline __m256i round_to_bf16(const float* in) {
 #endif
 inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
   int64_t i = 0;
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  typedef uint16_t Halves __attribute__((vector_size(64)));
+  constexpr Halves kUpper = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                             33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  for (; i + 32 <= count; i += 32) {
+    const __m512i halves =
+        _mm512_permutex2var_epi16(round_to_bf16(load_floats(in + i)), (__m512i)kUpper, round_to_bf16(load_floats(in + i + 16)));
+    memcpy(out + i, &halves, sizeof halves);
+  }
+#elif defined(__AVX2__)
   for (; i + 16 <= count; i += 16) {
-    const __m256i packed = _mm256_packus_epi32(round_to_bf16(in + i), round_to_bf16(in + i + 8));
+    const __m256i packed = _mm256_packus_epi32(round_to_bf16(load_floats(in + i)), round_to_bf16(load_floats(in + i + 8)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_permute4x64_epi64(packed, 0xd8));
   }
 #endif

@@ -96,6 +96,37 @@ inline float load_element(const void* from, int64_t index) {
   return type == RowType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
 }
 
+/// The reverse.
+template <RowType type>
+inline void store_elements(void* to, int64_t index, Floats value) {
+  if constexpr (type == RowType::f32) {
+    store_floats(static_cast<float*>(to) + index, value);
+  } else {
+    uint16_t* bits = static_cast<uint16_t*>(to) + index;
+#if defined(__AVX512F__)
+    const __m256i halves = type == RowType::f16 ? _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT)
+                                                : _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)((Ints)round_to_bf16(value) >> 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bits), halves);
+#elif defined(__AVX2__)
+    const __m256i words = round_to_bf16(value);
+    const __m128i halves = type == RowType::f16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                                                : _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), halves);
+#else
+    for (int i = 0; i < kLanes; ++i) bits[i] = type == RowType::f16 ? float_to_f16(value[i]) : float_to_bf16(value[i]);
+#endif
+  }
+}
+
+template <RowType type>
+inline void store_element(void* to, int64_t index, float value) {
+  if constexpr (type == RowType::f32) {
+    static_cast<float*>(to)[index] = value;
+  } else {
+    static_cast<uint16_t*>(to)[index] = type == RowType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  }
+}
+
 /// Where floats that become elements are put together: in place, or in `buffer`. narrow_row then finishes it.
 inline float* place_in_row(void* to, int64_t offset, RowType type, float* buffer) {
   return type == RowType::f32 ? static_cast<float*>(to) + offset : buffer;

@@ -3,7 +3,7 @@
 
 #if defined(__HIPCC__) || defined(__HIP_PLATFORM_AMD__)
 #define FLEXOPS_HIP 1
-#include <hip/hip_runtime.h>
+#include "common/hip.cuh"
 #else
 #define FLEXOPS_HIP 0
 #endif
@@ -74,6 +74,15 @@ FLEXOPS_DEVICE T shuffle(T value, int lane, int width = kWarpSize) {
   return __shfl(value, lane, width);
 #else
   return __shfl_sync(0xffffffffu, value, lane, width);
+#endif
+}
+
+/// Keeps the compiler from knowing what a word holds.
+FLEXOPS_DEVICE void obscure(u32& word) {
+#if FLEXOPS_HIP
+  asm volatile("" : "+v"(word));  // "r" would be a register that all lanes share
+#else
+  asm volatile("" : "+r"(word));
 #endif
 }
 

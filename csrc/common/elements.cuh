@@ -37,7 +37,7 @@ using Elements = Vec<typename detail::Stored<T>::type, N>;
 template <typename T>
 constexpr int kPerVector = sizeof(T) == 4 ? 4 : 8;
 template <>
-constexpr int kPerVector<AnyElement> = 1;
+inline constexpr int kPerVector<AnyElement> = 1;
 
 FLEXOPS_DEVICE float fetch_one(const void* from, i64 index, ElementType type) {
   if (type == kBfloat16) return to_float(static_cast<const bf16*>(from)[index]);

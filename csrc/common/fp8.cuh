@@ -31,9 +31,9 @@ struct e5m2 {
 template <typename T>
 constexpr float kLargest = 127.0f;
 template <>
-constexpr float kLargest<e4m3> = 448.0f;
+inline constexpr float kLargest<e4m3> = 448.0f;
 template <>
-constexpr float kLargest<e5m2> = 57344.0f;
+inline constexpr float kLargest<e5m2> = 57344.0f;
 
 namespace detail {
 /// The formats as float32 sees them.

@@ -48,19 +48,26 @@ __host__ __device__ constexpr int type_shift(int k) {
   return shift;
 }
 
-/// The tensors of one launch. Tensor t owns the blocks first_chunk[t] up to first_chunk[t + 1].
+/// The tensors of one launch. Tensor t owns the blocks first_chunk[t] up to first_chunk[t + 1]. Blocks are short, so that what each does
+/// first counts: what it reads of its tensor lies together, because constant memory is cached by lines, and hints spare it most of the
+/// search for the tensor. (AdamW with 8-bit states on an H200: 9 % for 1000 tensors of 2^18 elements, 15 % for 2000 of 40000.)
 template <class Rule>
 struct Launch {
   using Shared = typename Rule::Shared;
-  static constexpr int kTensorBytes = (Rule::kArrays + Rule::kExtras) * 8 + 8 + 4 + 1;
-  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - static_cast<int>(sizeof(Shared)) - 32) / kTensorBytes;
+  struct Row {
+    void* array[Rule::kArrays];
+    const float* extra[Rule::kExtras > 0 ? Rule::kExtras : 1];
+    u64 numel_and_flags;  // flags in the low byte
+  };
+  static constexpr int kHints = FLEXOPS_KERNEL_PARAMETER_BYTES / 128;
+  static constexpr int kTensorBytes = static_cast<int>(sizeof(Row)) + 4;
+  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - static_cast<int>(sizeof(Shared)) - 2 * kHints - 32) / kTensorBytes;
   Shared shared;
   int count;
+  int hint_shift;        // a hint for every 2^hint_shift blocks:
+  u16 hint[kHints + 1];  // the tensor that owns the first of them
   u32 first_chunk[kCapacity + 1];
-  i64 numel[kCapacity];
-  void* array[Rule::kArrays][kCapacity];
-  const float* extra[Rule::kExtras > 0 ? Rule::kExtras : 1][Rule::kExtras > 0 ? kCapacity : 1];
-  u8 flags[kCapacity];
+  Row row[kCapacity];
 };
 
 /// The step counts that one launch increments, before the launches that read them.
@@ -81,7 +88,9 @@ FLEXOPS_DEVICE void increment(const Steps& steps) {
 /// The tensor that owns a block.
 template <class Rule>
 FLEXOPS_DEVICE int find_tensor(const Launch<Rule>& launch, u32 block) {
-  int low = 0, high = launch.count;
+  if (launch.count == 1) return 0;
+  const u32 slot = block >> launch.hint_shift;
+  int low = launch.hint[slot], high = launch.hint[slot + 1] + 1;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (launch.first_chunk[middle] <= block) {
@@ -97,7 +106,14 @@ FLEXOPS_DEVICE int find_tensor(const Launch<Rule>& launch, u32 block) {
 template <class Rule>
 struct Pointers {
   char* array[Rule::kArrays];
+  i64 numel;
   u8 flags;
+
+  FLEXOPS_DEVICE explicit Pointers(const typename Launch<Rule>::Row& row)
+      : numel(static_cast<i64>(row.numel_and_flags >> 8)), flags(static_cast<u8>(row.numel_and_flags)) {
+#pragma unroll
+    for (int k = 0; k < Rule::kArrays; ++k) array[k] = static_cast<char*>(row.array[k]);
+  }
 
   FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kGeneral && array[k]); }
   FLEXOPS_DEVICE bool is_float(int k) const { return !is_typed<Rule>(k) || (flags >> type_shift<Rule>(k) & kFloat) != 0; }
@@ -258,19 +274,16 @@ FLEXOPS_DEVICE void run(const Launch<Rule>& launch) {
   if (launch.shared.found_inf && *launch.shared.found_inf != 0.0f) return;
   const u32 block = Rule::kReverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int t = find_tensor(launch, block);
-  Pointers<Rule> p;
-#pragma unroll
-  for (int k = 0; k < Rule::kArrays; ++k) p.array[k] = static_cast<char*>(launch.array[k][t]);
-  p.flags = launch.flags[t];
-  const i64 chunk = block - launch.first_chunk[t], begin = chunk * kChunk<Rule>, numel = launch.numel[t];
+  const Pointers<Rule> p(launch.row[t]);
+  const i64 chunk = block - launch.first_chunk[t], begin = chunk * kChunk<Rule>;
   float sums[Rule::kSums > 0 ? Rule::kSums : 1] = {};
-  run_chunk(launch, t, p, begin, numel - begin > kChunk<Rule> ? begin + kChunk<Rule> : numel, sums);
+  run_chunk(launch, t, p, begin, p.numel - begin > kChunk<Rule> ? begin + kChunk<Rule> : p.numel, sums);
   if constexpr (Rule::kSums > 0) {
     __shared__ float shared[Rule::kSums][Rule::kThreads / kWarpSize];
 #pragma unroll
     for (int j = 0; j < Rule::kSums; ++j) {
       const float sum = block_reduce<Rule::kThreads>(sums[j], Rule::combiner(launch.shared), shared[j]);
-      if (threadIdx.x == 0) const_cast<float*>(launch.extra[Rule::kExtras - 1][t])[chunk * Rule::kSums + j] = sum;
+      if (threadIdx.x == 0) const_cast<float*>(launch.row[t].extra[Rule::kExtras - 1])[chunk * Rule::kSums + j] = sum;
     }
   }
 }

@@ -20,4 +20,14 @@ struct TensorRow {
   bool is_f32(int k) const { return array[k] == nullptr || type[k] == Real::f32; }
 };
 
+/// The numbers that every optimizer's step takes.
+struct StepOptions {
+  double lr;
+  const float* lr_tensor;  // overrides lr if not nullptr
+  double weight_decay;
+  bool maximize;
+  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
+  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+};
+
 }  // namespace flexops

@@ -21,11 +21,16 @@ inline void check_length(const char* op, const char* list, const TensorList& ten
   FLEXOPS_CHECK(tensors.size() == expected, op, ": ", list, " must hold ", expected, " tensors, as ", first, " does, got ", tensors.size());
 }
 
+/// As on_this_device_type, but on this very device. No other device has a GPU's number.
+inline bool is_on(const Tensor& tensor, int32_t device) {
+  return tensor.device_index() == device && (FLEXOPS_DEVICE_CUDA || on_this_device_type(tensor));
+}
+
 /// The address of an optional number that is read on the device when the op runs; nullptr if it is not there.
 inline const float* check_number(const char* op, const char* name, const std::optional<Tensor>& tensor, const char* first, int32_t device) {
   if (!tensor) return nullptr;
   FLEXOPS_CHECK(tensor->numel() == 1 && tensor->dtype() == Dtype::f32, op, ": ", name, " must be a float32 tensor of one element");
-  FLEXOPS_CHECK(on_this_device_type(*tensor) && tensor->device_index() == device, op, ": ", name, " must be on the device of ", first);
+  FLEXOPS_CHECK(is_on(*tensor, device), op, ": ", name, " must be on the device of ", first);
   return tensor->data<const float>();
 }
 
@@ -54,9 +59,19 @@ class TensorTable {
     return check_number(op_, name, tensor, first_, device_);
   }
 
+  /// What every optimizer's step takes.
+  void fill(StepOptions& options, double lr, const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
+            const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) const {
+    options.lr = lr;
+    options.lr_tensor = number("lr", lr_tensor);
+    options.weight_decay = weight_decay;
+    options.maximize = maximize;
+    options.grad_scale = number("grad_scale", grad_scale);
+    options.found_inf = number("found_inf", found_inf);
+  }
+
   void check_place(const char* list, size_t index, const Tensor& tensor) const {
-    FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == device_, op_, ": ", name_of(list, index),
-                  " must be on the device of ", first_, "[0]");
+    FLEXOPS_CHECK(is_on(tensor, device_), op_, ": ", name_of(list, index), " must be on the device of ", first_, "[0]");
   }
 
   void finish() {
@@ -67,29 +82,36 @@ class TensorTable {
   void add(std::initializer_list<TensorColumn> columns, size_t i) {
     TensorRow& row = rows_[i];
     const Tensor& param = columns.begin()->tensors[i];
-    row.numel = param.numel();
-    bool contiguous_all = true;
+    const int64_t dim = param.dim(), *sizes = param.sizes();
+    bool all_contiguous = true;
     int k = 0;
     for (const TensorColumn& column : columns) {
       const Tensor& tensor = column.tensors[i];
       check_place(column.name, i, tensor);
-      row.type[k++] = type_of(column, i, tensor);
-      FLEXOPS_CHECK(k == 1 || same_shape(param, tensor), op_, ": ", name_of(column.name, i), " must have the shape of its parameter, ",
+      row.type[k] = type_of(column, i, tensor);
+      FLEXOPS_CHECK(k == 0 || has_shape(tensor, sizes, dim), op_, ": ", name_of(column.name, i), " must have the shape of its parameter, ",
                     shape_text(param), ", got ", shape_text(tensor));
-      contiguous_all = contiguous_all && tensor.is_contiguous();
+      all_contiguous = all_contiguous && tensor.is_contiguous();
+      ++k;
     }
-    bool same = contiguous_all;  // elements lie in the same order everywhere
-    if (!contiguous_all && !row_major_) {
+    bool same = all_contiguous;  // elements lie in the same order everywhere
+    if (!all_contiguous && !row_major_) {
       same = is_dense(param);
       for (const TensorColumn& column : columns) same = same && same_strides(param, column.tensors[i]);
     }
+    row.numel = 1;
+    for (int64_t d = 0; d < dim; ++d) row.numel *= sizes[d];
+    row.step = nullptr;
     k = 0;
     for (const TensorColumn& column : columns) {
       const Tensor& tensor = column.tensors[i];
       row.array[k++] = same || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
     }
     for (; k < TensorRow::kMostArrays; ++k) row.array[k] = nullptr, row.type[k] = Real::f32;
-    row.step = nullptr;
+  }
+
+  static bool has_shape(const Tensor& tensor, const int64_t* sizes, int64_t dim) {
+    return tensor.dim() == dim && memcmp(tensor.sizes(), sizes, static_cast<size_t>(dim) * sizeof *sizes) == 0;
   }
 
   void add_step(const Tensor& step, size_t i) {

@@ -37,6 +37,20 @@ uint8_t make_flags(const TensorRow& row) {
   return static_cast<uint8_t>(flags | (aligned ? kAligned : 0));
 }
 
+/// Where to begin the search for a block's tensor.
+template <class Rule>
+void make_hints(Launch<Rule>& launch) {
+  const uint32_t blocks = launch.first_chunk[launch.count];
+  launch.hint_shift = 0;
+  while ((blocks - 1) >> launch.hint_shift >= Launch<Rule>::kHints) ++launch.hint_shift;
+  int tensor = 0;
+  for (int slot = 0; slot <= Launch<Rule>::kHints; ++slot) {
+    const uint64_t block = static_cast<uint64_t>(slot) << launch.hint_shift;
+    while (tensor < launch.count - 1 && launch.first_chunk[tensor + 1] <= block) ++tensor;
+    launch.hint[slot] = static_cast<u16>(tensor);
+  }
+}
+
 /// Calls start(launch, blocks) for every launch that the rows in [0, count) for which chosen(i) holds need, in order, or the last first if
 /// the rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
 template <class Rule, class Chosen, class Extra, class Start>
@@ -48,7 +62,10 @@ void for_each_launch(const TensorRow* rows, int64_t count, const typename Rule::
   launch.count = 0;
   launch.first_chunk[0] = 0;
   const auto flush = [&] {
-    if (launch.count > 0) start(launch, launch.first_chunk[launch.count]);
+    if (launch.count > 0) {
+      make_hints(launch);
+      start(launch, launch.first_chunk[launch.count]);
+    }
     launch.count = 0;
   };
   for (int64_t n = 0; n < count; ++n) {
@@ -59,10 +76,9 @@ void for_each_launch(const TensorRow* rows, int64_t count, const typename Rule::
     if (launch.count == Launch<Rule>::kCapacity || launch.first_chunk[launch.count] + chunks > kMostBlocks) flush();
     const int at = launch.count++;
     launch.first_chunk[at + 1] = launch.first_chunk[at] + chunks;
-    launch.numel[at] = row.numel;
-    for (int k = 0; k < Rule::kArrays; ++k) launch.array[k][at] = row.array[k];
-    for (int e = 0; e < Rule::kExtras; ++e) launch.extra[e][at] = extra(i, e);
-    launch.flags[at] = make_flags<Rule>(row);
+    launch.row[at].numel_and_flags = static_cast<u64>(row.numel) << 8 | make_flags<Rule>(row);
+    for (int k = 0; k < Rule::kArrays; ++k) launch.row[at].array[k] = row.array[k];
+    for (int e = 0; e < Rule::kExtras; ++e) launch.row[at].extra[e] = extra(i, e);
   }
   flush();
 }

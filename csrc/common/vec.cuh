@@ -6,6 +6,12 @@
 
 #include "common/device.cuh"
 
+#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define FLEXOPS_HAS_CACHE_POLICY 1
+#else
+#define FLEXOPS_HAS_CACHE_POLICY 0
+#endif
+
 namespace flexops {
 
 /// N elements that are loaded and stored as one; aligned to its size.
@@ -56,6 +62,38 @@ FLEXOPS_DEVICE V load(const V* pointer) {
   if constexpr (cache == Cache::streaming) return bit_cast<V>(__ldcs(words));
   if constexpr (cache == Cache::constant) return bit_cast<V>(__ldg(words));
   return bit_cast<V>(*words);
+#endif
+}
+
+/// Whether the second-level cache keeps what is read, rather than what others put there: made once, for load_lasting().
+struct Lasting {
+  u64 policy;
+  FLEXOPS_DEVICE explicit Lasting(bool lasting) : policy(0) {
+#if FLEXOPS_HAS_CACHE_POLICY
+    if (lasting) {
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+      asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    }
+#else
+    (void)lasting;
+#endif
+  }
+};
+
+/// Reads *pointer, 16 bytes that nobody writes while the kernel runs, in one access.
+template <typename V>
+FLEXOPS_DEVICE V load_lasting(const V* pointer, const Lasting& lasting) {
+  static_assert(sizeof(V) == 16, "one access");
+#if FLEXOPS_HAS_CACHE_POLICY
+  uint4 words;
+  asm("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(pointer), "l"(lasting.policy));
+  return bit_cast<V>(words);
+#else
+  (void)lasting;
+  return load<Cache::normal>(pointer);
 #endif
 }
 

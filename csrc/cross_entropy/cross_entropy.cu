@@ -22,15 +22,20 @@ int64_t vectors_of(const void* data, const Logits& shape) {
 }
 
 /// As pointers, because each <<<>>> costs build time.
-const void* const kRows[] = {reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF32>),
-                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF16>),
-                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kBf16>)};
+template <bool gradient>
+const void* const kRows[] = {reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF32, gradient>),
+                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF16, gradient>),
+                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kBf16, gradient>)};
+
+const void* rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows<true> : kRows<false>)[static_cast<int>(type)]; }
+
+int64_t vectors_held(const Params& p) { return p.out ? cross_entropy::kVectors : cross_entropy::kForwardVectors; }
 
 Params make_params(const void* logits, const int64_t* target, const Logits& shape) {
   Params p;
   p.logits = const_cast<void*>(logits), p.out = nullptr;
   p.target = reinterpret_cast<const i64*>(target);
-  p.losses = p.maxima = p.sums = p.weight = nullptr, p.upstream = nullptr;
+  p.losses = p.maxima = p.sums = p.divisor = nullptr, p.upstream = nullptr;
   p.rows = shape.rows, p.stride = shape.stride, p.out_stride = 0, p.ignore_index = shape.ignore_index;
   p.length = static_cast<int>(shape.length);
   p.each_row = p.count = 0;
@@ -46,25 +51,26 @@ void launch(const void* kernel, Params& p, int64_t blocks, int64_t threads, cuda
 
 /// Rows that a warp or less holds.
 bool launch_short(Params& p, LogitsType type, int64_t vectors, cudaStream_t stream) {
-  if (vectors > cross_entropy::kNarrowWarp * cross_entropy::kVectors) return false;
-  while (p.lanes * cross_entropy::kVectors < vectors) p.lanes *= 2, ++p.log_lanes;
+  const int64_t held = vectors_held(p);
+  if (vectors > cross_entropy::kNarrowWarp * held) return false;
+  while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
   p.part = static_cast<int>(vectors);
   const int64_t threads = cross_entropy::kShortThreads;
-  launch(kRows[static_cast<int>(type)], p, divide_up(p.rows * p.lanes, threads), threads, stream);
+  launch(rows_kernel(p, type), p, divide_up(p.rows * p.lanes, threads), threads, stream);
   return true;
 }
 
 void launch_rows(Params& p, LogitsType type, cudaStream_t stream, int64_t vectors) {
   if (launch_short(p, type, vectors, stream)) return;
-  if (p.out && type == LogitsType::f32 && vectors >= FLEXOPS_CE_RING_LEAST && launch_ring(p, vectors, stream)) return;
-  const int64_t chunk = cross_entropy::kRowThreads * cross_entropy::kVectors;
-  const int64_t most = !p.out                 ? cross_entropy::kForwardThreads
-                       : vectors <= 2 * chunk ? cross_entropy::kRowThreads
-                                              : 2 * cross_entropy::kRowThreads;
-  const int64_t threads = least(divide_up(divide_up(vectors, cross_entropy::kVectors), 32) * 32, most);
+  if (p.out && type == LogitsType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
+  const int64_t held = vectors_held(p);
+  const int64_t most = !p.out                                             ? cross_entropy::kForwardThreads
+                       : vectors <= 2 * cross_entropy::kRowThreads * held ? cross_entropy::kRowThreads
+                                                                          : 2 * cross_entropy::kRowThreads;
+  const int64_t threads = least(divide_up(divide_up(vectors, held), 32) * 32, most);
   p.part = static_cast<int>(vectors);
   p.lanes = static_cast<int>(threads < 64 ? 64 : threads);
-  launch(kRows[static_cast<int>(type)], p, p.rows, p.lanes, stream);
+  launch(rows_kernel(p, type), p, p.rows, p.lanes, stream);
 }
 
 void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction,
@@ -72,10 +78,10 @@ void launch_finish(const Logits& shape, const int64_t* target, const LossStats& 
   const auto* targets = reinterpret_cast<const i64*>(target);
   i64 rows = shape.rows, ignore_index = shape.ignore_index;
   const float* losses = stats.losses;
-  float* weight = stats.weight;
+  float* divisor = stats.divisor;
   const void* kernel = reduction == Reduction::mean ? reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<true>)
                                                     : reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<false>);
-  void* arguments[] = {&targets, &losses, &weight, &loss, &rows, &ignore_index};
+  void* arguments[] = {&targets, &losses, &divisor, &loss, &rows, &ignore_index};
   cudaLaunchKernel(kernel, dim3(1), dim3(cross_entropy::kMostThreads), arguments, 0, stream);
 }
 
@@ -99,7 +105,7 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
         p.count = shape.rows <= kCountedByBlocks;
         if (!p.count) {
           launch_finish(shape, target, stats, nullptr, reduction, on);
-          p.weight = stats.weight;
+          p.divisor = stats.divisor;
         }
       }
     }
@@ -114,7 +120,7 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
   if (shape.rows * shape.length == 0) return nullptr;
   const auto on = static_cast<cudaStream_t>(stream);
   Params p = make_params(logits, target, shape);
-  p.maxima = stats.maxima, p.sums = stats.sums, p.weight = stats.weight;
+  p.maxima = stats.maxima, p.sums = stats.sums, p.divisor = stats.divisor;
   p.upstream = factors.data, p.each_row = factors.each_row;
   p.out = out, p.out_stride = shape.length;
   const int64_t vectors = vectors_of(logits, shape);
@@ -122,7 +128,7 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
     p.lanes = cross_entropy::kGradientThreads;
     p.part = cross_entropy::kGradientThreads * cross_entropy::kVectors;
     p.blocks = static_cast<int>(divide_up(vectors, p.part));
-    launch(kRows[static_cast<int>(shape.type)], p, p.rows * p.blocks, p.lanes, on);
+    launch(rows_kernel(p, shape.type), p, p.rows * p.blocks, p.lanes, on);
   }
   return last_error();
 }

@@ -8,314 +8,43 @@
 // nothing there.)
 #pragma once
 
-#include "common/rows.cuh"
+#include "cross_entropy/cross_entropy_ring.cuh"
+#include "cross_entropy/cross_entropy_row.cuh"
 
 namespace flexops::cross_entropy {
 
-using namespace flexops::rows;
-
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_CE_THREADS)  // of a block that writes gradients, at most; twice as many for rows of more than two chunks of theirs
-#define FLEXOPS_CE_THREADS 512
-#endif
-#if !defined(FLEXOPS_CE_FORWARD_THREADS)  // of one that does not
-#define FLEXOPS_CE_FORWARD_THREADS 256
-#endif
-#if !defined(FLEXOPS_CE_VECTORS)  // that a thread holds
-#define FLEXOPS_CE_VECTORS 8
-#endif
-#if !defined(FLEXOPS_CE_CLUSTER)  // blocks, at most
-#define FLEXOPS_CE_CLUSTER 8
-#endif
-#if !defined(FLEXOPS_CE_GRADIENT_THREADS)
-#define FLEXOPS_CE_GRADIENT_THREADS 128
-#endif
-#if !defined(FLEXOPS_CE_CACHE)
-#define FLEXOPS_CE_CACHE Cache::streaming
-#endif
-
-#if !defined(FLEXOPS_CE_STORE)
-#define FLEXOPS_CE_STORE Cache::streaming
-#endif
-#if !defined(FLEXOPS_CE_RING_LEAST)  // vectors of a row that is streamed
-#define FLEXOPS_CE_RING_LEAST 2048
-#endif
-#if !defined(FLEXOPS_CE_RING_THREADS)
-#define FLEXOPS_CE_RING_THREADS 512
-#endif
-#if !defined(FLEXOPS_CE_RING_VECTORS)  // of a chunk that a thread takes
-#define FLEXOPS_CE_RING_VECTORS 4
-#endif
-#if !defined(FLEXOPS_CE_RING_CHUNKS)  // that a ring holds
-#define FLEXOPS_CE_RING_CHUNKS 6
-#endif
-#if !defined(FLEXOPS_CE_RING_SHARE)  // of a row, in chunks, that a block takes at most: two rows' must fit the ring
-#define FLEXOPS_CE_RING_SHARE 3
-#endif
-
-constexpr int kMostThreads = 1024;
-constexpr int kRingThreads = FLEXOPS_CE_RING_THREADS, kRingVectors = FLEXOPS_CE_RING_VECTORS, kRingChunks = FLEXOPS_CE_RING_CHUNKS;
-constexpr int kRingChunk = kRingThreads * kRingVectors;  // vectors
-constexpr int kRingWarps = kRingThreads / kNarrowWarp;
-constexpr int kRowThreads = FLEXOPS_CE_THREADS, kForwardThreads = FLEXOPS_CE_FORWARD_THREADS, kVectors = FLEXOPS_CE_VECTORS,
-              kMostBlocks = FLEXOPS_CE_CLUSTER;
-constexpr int kShortThreads = 128;  // of a block, where a warp or less holds a row
-constexpr int kGradientThreads = FLEXOPS_CE_GRADIENT_THREADS;
+// Tuned on one H200.
+constexpr int kRowThreads = 512;      // of a block that writes gradients, at most; twice as many for rows of more than two chunks of theirs
+constexpr int kForwardThreads = 256;  // of one that does not
+constexpr int kGradientThreads = 128;  // of one that writes nothing else
+constexpr int kShortThreads = 128;     // of one in which a warp or less holds a row
 constexpr int kScaleThreads = 256;
-constexpr int kWarps = kMostThreads / kNarrowWarp;
-constexpr Cache kRead = FLEXOPS_CE_CACHE, kWrite = FLEXOPS_CE_STORE;
+constexpr int kVectors = 8;         // that a thread holds
+constexpr int kForwardVectors = 4;  // and where it writes no gradient
+constexpr int kResident = 1024;     // threads that run on a processor at once: each takes half of the registers that it has for it
 
-constexpr float kLog2e = 1.44269504088896341f;
-
-struct Params {
-  void* logits;
-  void* out;  // of the gradient, or null; may be the logits
-  const i64* target;
-  float* losses;          // null: maxima and sums are read, not written, and only the gradient is made
-  float *maxima, *sums;   // of each row: its greatest logit, and the sum of the powers of the distances to it
-  float* weight;          // of a row in the mean; null: 1
-  const float* upstream;  // factors of the gradient, or null
-  i64 rows, stride, out_stride, ignore_index;
-  int length;
-  int each_row;          // 1: upstream has one factor for each row
-  int lanes, log_lanes;  // threads that share a row: a power of two up to 32, or the block
-  int blocks;            // that share a row, if blocks do
-  int part;              // vectors of a block
-  int count;             // whether that is 1 / (rows that are not ignored), which blocks find by themselves
-  float smoothing, z_loss;
-};
-
-// ---- clusters -------------------------------------------------------------------------------------------------------
-
-#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define FLEXOPS_HAS_CLUSTERS 1
-FLEXOPS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-FLEXOPS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// Barriers in shared memory, by their address there. Each use of one is a phase, even or odd.
-FLEXOPS_DEVICE u32 shared_address(const void* pointer) {
-  u32 out;
-  asm("{\n.reg .u64 wide;\ncvta.to.shared.u64 wide, %1;\ncvt.u32.u64 %0, wide;\n}" : "=r"(out) : "l"(pointer));
-  return out;
-}
-FLEXOPS_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-FLEXOPS_DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-FLEXOPS_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-FLEXOPS_DEVICE void barrier_wait(u32 barrier, u32 phase) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(phase)
-                 : "memory");
-  } while (done == 0);
-}
-/// 16 bytes or a multiple from global to shared memory; `barrier` is told when they are there.
-FLEXOPS_DEVICE void copy_async(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-/// Writes to the place that `to` is in block `rank` of the cluster, and tells its `barrier`.
-FLEXOPS_DEVICE void send(u32 to, u32 barrier, int rank, float4 value) {
-  asm volatile(
-      "{\n.reg .u32 there, bell;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bell, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [bell];\n}" ::"r"(to),
-      "r"(barrier), "r"(rank), "r"(bit_cast<u32>(value.x)), "r"(bit_cast<u32>(value.y)), "r"(bit_cast<u32>(value.z)),
-      "r"(bit_cast<u32>(value.w))
-      : "memory");
-}
+/// Asks for the row that will be taken where this one is done with, a block of threads to each, so that memory need not wait while this
+/// one's gradient is worked out. Pays for rows of one chunk only: of longer ones it drives out what is still to be read again.
+template <Type type>
+FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
+#if !FLEXOPS_HIP
+  constexpr int kLine = 128 / sizeof(Element<type>);
+  u32 processors;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(processors));
+  row += processors * (kResident / blockDim.x);
+  const int at = static_cast<int>(threadIdx.x) * kLine;
+  if (row >= p.rows || at >= p.length) return;
+  const u64 address = reinterpret_cast<u64>(static_cast<const Element<type>*>(p.logits) + row * p.stride + at);
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #else
-#define FLEXOPS_HAS_CLUSTERS 0
+  (void)p, (void)row;
 #endif
-
-// ---- numbers --------------------------------------------------------------------------------------------------------
-
-// 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's own, to the last bits.
-template <Type type>
-constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
-
-/// e to the power of (value - base / kUnit).
-template <Type type>
-FLEXOPS_DEVICE float power(float value, float base) {
-  if constexpr (type == kF32) return expf(value - base);
-  return quick_exp2(__fmaf_rn(value, kLog2e, -base));
 }
 
-/// e to the power of a distance between maxima.
-FLEXOPS_DEVICE float rescale(float distance) { return quick_exp2(distance * kLog2e); }
-
-/// What a set of logits contributes: their maximum, the sum of the powers of their distances to it, and their sum.
-struct State {
-  float maximum, sum, total;
-};
-
-FLEXOPS_DEVICE float settle(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
-
-/// Over neighbouring lanes.
-FLEXOPS_DEVICE State reduce_lanes(State s, int lanes, bool with_total) {
-  float maximum = s.maximum;
-  for (int mask = lanes / 2; mask > 0; mask /= 2) maximum = fmaxf(maximum, shuffle_xor(maximum, mask, kNarrowWarp));
-  s.sum *= rescale(s.maximum - settle(maximum));
-  s.maximum = maximum;
-  for (int mask = lanes / 2; mask > 0; mask /= 2) {
-    s.sum += shuffle_xor(s.sum, mask, kNarrowWarp);
-    if (with_total) s.total += shuffle_xor(s.total, mask, kNarrowWarp);
-  }
-  return s;
-}
-
-/// Of several warps' states; for every lane of every warp, in the same order.
-FLEXOPS_DEVICE State merge(const float4* states, int count, bool with_total) {
-  State s = {-infinity(), 0.0f, 0.0f};
-  for (int i = threadIdx.x % kNarrowWarp; i < count; i += kNarrowWarp) {
-    const float4 other = states[i];
-    const float maximum = fmaxf(s.maximum, other.x), base = settle(maximum);
-    s.sum = s.sum * rescale(s.maximum - base) + other.y * rescale(other.x - base);
-    s.total += other.z;
-    s.maximum = maximum;
-  }
-  return reduce_lanes(s, kNarrowWarp, with_total);
-}
-
-/// Over all the threads that share a row.
-FLEXOPS_DEVICE State reduce_row(const Params& p, State s, float4* shared) {
-  s = reduce_lanes(s, p.lanes < kNarrowWarp ? p.lanes : kNarrowWarp, p.smoothing != 0.0f);
-  if (p.lanes <= kNarrowWarp) return s;
-  if (threadIdx.x % kNarrowWarp == 0) shared[threadIdx.x / kNarrowWarp] = {s.maximum, s.sum, s.total, 0.0f};
-  __syncthreads();
-  return merge(shared, static_cast<int>(blockDim.x) / kNarrowWarp, p.smoothing != 0.0f);
-}
-
-/// A row's gradient is slope * power(logit, base) - shift, and less `drop` at the target.
-struct Gradient {
-  float base, slope, shift, drop;
-};
-
-/// From the row's (settled) maximum and sum, not from their logarithm, which a float32 row would feel the rounding of.
-template <Type type>
-FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum, float weight) {
-  const float slope = p.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * p.z_loss * (maximum + logf(sum)));
-  return {maximum * kUnit<type>, slope / sum, weight * p.smoothing / static_cast<float>(p.length), weight * (1.0f - p.smoothing)};
-}
-
-// ---- a row ----------------------------------------------------------------------------------------------------------
-
-/// -inf, twice in 16 bits.
-template <Type type>
-constexpr u32 kNothing = type == kF32   ? 0xff800000u
-                         : type == kF16 ? 0xfc00fc00u
-                                        : 0xff80ff80u;
-
-/// Elements [at, at + kVector) of a row, -inf for those outside of [0, length).
-template <Type type>
-FLEXOPS_DEVICE Packed clip(Packed raw, int at, int length) {
-  constexpr int N = kVector<type>, kPerWord = N / 4;
-  if (at >= 0 && at + N <= length) return raw;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const u32 mask = type == kF32 ? 0xffffffffu : 0xffffu << (i % kPerWord * 16);
-    if (at + i < 0 || at + i >= length) raw.at[i / kPerWord] = (raw.at[i / kPerWord] & ~mask) | (kNothing<type> & mask);
-  }
-  return raw;
-}
-
-#if FLEXOPS_HAS_MIN2
-/// The greatest of each half of N words: a tree, as in rows.cuh.
-template <typename T, int N>
-FLEXOPS_DEVICE u32 max2_tree(const u32* words) {
-  if constexpr (N == 1) return words[0];
-  if constexpr (N > 1) return max2<T>(max2_tree<T, N / 2>(words), max2_tree<T, N - N / 2>(words + N / 2));
-}
-#endif
-
-/// The greatest element.
-template <Type type>
-FLEXOPS_DEVICE float largest(const Packed& raw) {
-#if FLEXOPS_HAS_MIN2
-  if constexpr (type != kF32) {  // NaN wins here, where it must not, but makes the row's sum NaN all the same
-    const u32 out = max2_tree<Element<type>, 4>(raw.at);
-    const Element<type> low = {static_cast<u16>(out)}, high = {static_cast<u16>(out >> 16)};
-    return fmaxf(to_float(low), to_float(high));
-  }
-#endif
-  float x[kVector<type>];
-  widen<type>(x, raw);
-  return max_tree<kVector<type>>(x);
-}
-
-/// Sum of those of the elements [at, at + kVector) that are in [0, end).
-template <Type type>
-FLEXOPS_DEVICE float sum_inside(const float* x, int at, int end) {
-  constexpr int N = kVector<type>;
-  if (at >= 0 && at + N <= end) return sum_tree<N>(x);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += at + i >= 0 && at + i < end ? x[i] : 0.0f;
-  return sum;
-}
-
-/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step.
-template <Type type, int V>
-FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V], int at, int step, int end) {
-  constexpr int N = kVector<type>;
-  float highest = s.maximum, x[N];
-#pragma unroll
-  for (int k = 0; k < V; ++k) highest = fmaxf(highest, largest<type>(raw[k]));
-  const float base = settle(highest), scaled = base * kUnit<type>;
-  s.sum *= rescale(s.maximum - base);
-  s.maximum = highest;
-#pragma unroll
-  for (int k = 0; k < V; ++k) {
-    widen<type>(x, raw[k]);
-    if (p.smoothing != 0.0f) s.total += sum_inside<type>(x, at + k * step, end);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
-    s.sum += sum_tree<N>(x);
-  }
-}
-
-template <Type type>
-FLEXOPS_DEVICE void write_vector(const Params& p, Element<type>* out, const Packed& raw, int at, const Gradient& g, int target) {
-  constexpr int N = kVector<type>;
-  float x[N];
-  widen<type>(x, raw);
-#pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = __fmaf_rn(power<type>(x[i], g.base), g.slope, -g.shift);
-  if (static_cast<u32>(target - at) < static_cast<u32>(N)) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] -= at + i == target ? g.drop : 0.0f;
-  }
-  store_vector<type, kWrite>(out, at, p.length, narrow<type>(x));
-}
-
-/// Rows that are not ignored. Every thread of the block takes part.
-FLEXOPS_DEVICE float count_targets(const Params& p, float* shared) {
-  float count = 0.0f;  // exact: this is asked for a few rows only
-  for (i64 i = threadIdx.x; i < p.rows; i += blockDim.x) count += p.target[i] != p.ignore_index ? 1.0f : 0.0f;
-  return group_reduce(count, Sum{}, 0.0f, static_cast<int>(blockDim.x), shared);
-}
-
-FLEXOPS_DEVICE float loss_of(const Params& p, float maximum, float sum, float at_target, float total) {
-  const float lse = maximum + logf(sum);
-  const float loss = lse - (1.0f - p.smoothing) * at_target + p.z_loss * lse * lse;
-  return p.smoothing == 0.0f ? loss : loss - p.smoothing * (total / static_cast<float>(p.length));
-}
-
-/// Zeros over this block's part of a row that is ignored.
-template <Type type>
-FLEXOPS_DEVICE void clear_part(const Params& p, Element<type>* out, int first, int step, int end) {
-  for (int at = first; at < end; at += step) store_vector<type, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
-}
-
-/// Losses, maxima, sums and gradients, or gradients from maxima and sums: as Params tells.
-template <Type type>
+/// Losses, maxima and sums; or, if `gradient`, these and gradients, or gradients from maxima and sums, as Params tells.
+template <Type type, bool gradient = true>
 __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kVectors;
+  constexpr int N = kVector<type>, V = gradient ? kVectors : kForwardVectors;
   using T = Element<type>;
   __shared__ float4 shared[kWarps];
   __shared__ float counts[kWarps];
@@ -334,7 +63,6 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   const i64 wanted = p.target[row];
   const bool valid = wanted >= 0 && wanted < p.length, used = wanted != p.ignore_index;
   const T* x = static_cast<const T*>(p.logits) + row * p.stride;
-  T* out = static_cast<T*>(p.out) + row * p.out_stride;
 
   // This block's vectors are [rank * part, (rank + 1) * part), which it takes in chunks.
   const int begin = rank * p.part * N - head_of<type>(x), step = p.lanes * N, chunk = step * V;
@@ -342,18 +70,16 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   const int first = begin + lane * N;
   if (!used && p.lanes > kNarrowWarp) {  // the same for all that share the row
     if (p.losses && lane == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-    if (p.out) clear_part<type>(p, out, first, step, end);
+    if constexpr (gradient) clear_part<type>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
     return;
   }
   const int target = valid ? static_cast<int>(wanted) : -N;
-  float at_target = 0.0f;
-  if (p.losses && valid) at_target = to_float(x[target]);
 
   int last = 0;  // where the last chunk begins, from `first`
   if (end - begin > chunk) last = (end - begin - 1) / chunk * chunk;
   Packed raw[V];
   State s = {-infinity(), 0.0f, 0.0f};
-  for (int from = p.losses ? 0 : last; from <= last; from += chunk) {
+  for (int from = !gradient || p.losses ? 0 : last; from <= last; from += chunk) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = first + from + k * step;
@@ -362,13 +88,15 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
       // What is read again should still be in the cache then.
       raw[k] = clip<type>(from < last ? load_vector<type, Cache::normal>(x, at) : load_vector<type, kRead>(x, at), at, p.length);
     }
-    if (p.losses == nullptr) break;
+    if (gradient && p.losses == nullptr) break;
     add_vectors<type, V>(s, p, raw, first + from, step, end);
   }
 
-  float maximum, sum, weight = p.weight ? *p.weight : 1.0f;
-  if (p.losses) {
-    if (p.count) weight = 1.0f / count_targets(p, counts);
+  float maximum, sum, divisor = p.divisor ? *p.divisor : 1.0f;
+  if (!gradient || p.losses) {
+    const float at_target = valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
+    if (gradient && last == 0 && p.lanes > kNarrowWarp) prefetch_next<type>(p, row);
+    if (p.count) divisor = count_targets(p, counts);
     s = reduce_row(p, s, shared);
     maximum = settle(s.maximum), sum = s.sum;
     if (lane == 0 && rank == 0 && exists) {
@@ -378,9 +106,10 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   } else {
     maximum = p.maxima[row], sum = p.sums[row];
   }
-  if (p.out == nullptr || !exists) return;
+  if (!gradient || !exists) return;
+  T* out = static_cast<T*>(p.out) + row * p.out_stride;  // not before: registers are short
   if (!used) return clear_part<type>(p, out, first, step, end);
-  if (p.upstream) weight *= p.upstream[p.each_row ? row : 0];
+  const float weight = (p.upstream ? p.upstream[p.each_row ? row : 0] : 1.0f) / divisor;
   const Gradient g = make_gradient<type>(p, maximum, sum, valid ? weight : not_a_number());
   for (int from = last; from >= 0; from -= chunk) {
     if (from != last) {
@@ -398,120 +127,6 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
     }
   }
 }
-
-// ---- rows streamed through shared memory ----------------------------------------------------------------------------
-
-#if FLEXOPS_HAS_CLUSTERS
-
-/// A place in the ring, and the phase of its barriers.
-struct Slot {
-  int index;
-  u32 phase;
-
-  FLEXOPS_DEVICE void advance() {
-    if (++index == kRingChunks) index = 0, phase ^= 1;
-  }
-};
-
-/// The part of a row that a block has: elements [begin, end), the first of which is at a multiple of 16 bytes and may be before the row.
-struct Part {
-  i64 row;
-  int begin, end, target;
-  bool valid;
-
-  template <Type type>
-  FLEXOPS_DEVICE static Part of(const Params& p, i64 row, i64 wanted, int rank) {
-    constexpr int N = kVector<type>;
-    Part out;
-    out.row = row;
-    out.valid = wanted >= 0 && wanted < p.length;
-    out.target = out.valid ? static_cast<int>(wanted) : -N;
-    out.begin = rank * p.part * N - head_of<type>(static_cast<const Element<type>*>(p.logits) + row * p.stride);
-    const int rest = p.length - out.begin, reach = p.part * N;
-    out.end = out.begin + (rest < reach ? rest : reach);
-    return out;
-  }
-};
-
-/// The ring and its barriers, by their addresses in shared memory.
-struct Ring {
-  const Packed* data;
-  u32 full, empty, told;
-
-  FLEXOPS_DEVICE u32 full_at(const Slot& slot) const { return full + 8 * slot.index; }
-  FLEXOPS_DEVICE u32 empty_at(const Slot& slot) const { return empty + 8 * slot.index; }
-  FLEXOPS_DEVICE const Packed* chunk(const Slot& slot) const { return data + slot.index * kRingChunk; }
-};
-
-/// Copies the block's parts of its rows into the ring. For one thread.
-template <Type type>
-FLEXOPS_DEVICE void fill_ring(const Params& p, const Ring& ring, int rank, i64 row, i64 step) {
-  constexpr int N = kVector<type>;
-  Slot slot = {0, 0};
-  for (; row < p.rows; row += step) {
-    const i64 wanted = p.target[row];
-    if (wanted == p.ignore_index) continue;
-    const Element<type>* x = static_cast<const Element<type>*>(p.logits) + row * p.stride;
-    const Part part = Part::of<type>(p, row, wanted, rank);
-    for (int at = part.begin; at < part.end; at += kRingChunk * N) {
-      const int vectors = (part.end - at + N - 1) / N;
-      const u32 bytes = static_cast<u32>(vectors < kRingChunk ? vectors : kRingChunk) * 16;
-      barrier_wait(ring.empty_at(slot), slot.phase ^ 1);  // passes at once for the first chunks
-      barrier_expect(ring.full_at(slot), bytes);
-      copy_async(shared_address(ring.chunk(slot)), x + at, bytes, ring.full_at(slot));
-      slot.advance();
-    }
-  }
-}
-
-/// What this thread's logits of the part contribute.
-template <Type type>
-FLEXOPS_DEVICE State add_part(const Params& p, const Ring& ring, const Part& part, Slot& slot) {
-  constexpr int N = kVector<type>, V = kRingVectors;
-  const int thread = static_cast<int>(threadIdx.x);
-  State s = {-infinity(), 0.0f, 0.0f};
-  for (int from = part.begin; from < part.end; from += kRingChunk * N) {
-    const Packed* chunk = ring.chunk(slot) + thread;
-    barrier_wait(ring.full_at(slot), slot.phase);
-    Packed raw[V];
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
-      const int at = from + (thread + k * kRingThreads) * N;
-      raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
-      if (at < part.end) raw[k] = clip<type>(chunk[k * kRingThreads], at, p.length);
-    }
-    add_vectors<type, V>(s, p, raw, from + thread * N, kRingThreads * N, part.end);
-    slot.advance();
-  }
-  return s;
-}
-
-/// Writes the part's gradient, and gives its chunks back.
-template <Type type>
-FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& part, Slot& slot, const Gradient& g) {
-  constexpr int N = kVector<type>, V = kRingVectors;
-  const int thread = static_cast<int>(threadIdx.x);
-  Element<type>* out = static_cast<Element<type>*>(p.out) + part.row * p.out_stride;
-  for (int from = part.begin; from < part.end; from += kRingChunk * N) {
-    const Packed* chunk = ring.chunk(slot) + thread;
-    Packed raw[V];
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
-      if (from + (thread + k * kRingThreads) * N < part.end) raw[k] = chunk[k * kRingThreads];
-    }
-    __syncwarp();
-    if (thread % kNarrowWarp == 0) barrier_arrive(ring.empty_at(slot));
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
-      const int at = from + (thread + k * kRingThreads) * N;
-      if (at >= part.end) break;
-      write_vector<type>(p, out, raw[k], at, g, part.target);
-    }
-    slot.advance();
-  }
-}
-
-#endif
 
 /// Losses, maxima, sums and gradients, for sm_90: as many clusters as the GPU holds at once, each of which goes over every so-manyth row. A
 /// warp of each block does nothing but to copy its part of these rows, chunk by chunk, into a ring in shared memory. The other warps read a
@@ -536,8 +151,8 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring
     for (u32 i = 0; i < kSides; ++i) barrier_init(ring.told + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  float weight = p.weight ? *p.weight : 1.0f;
-  if (p.count) weight = 1.0f / count_targets(p, counts);
+  float divisor = p.divisor ? *p.divisor : 1.0f;
+  if (p.count) divisor = count_targets(p, counts);
   cluster_arrive();
   cluster_wait();
   if (thread >= kRingThreads) {
@@ -558,8 +173,8 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring
       p.losses[before.row] = before.valid ? loss_of(p, maximum, s.sum, told[0].w, s.total) : not_a_number();
       p.maxima[before.row] = maximum, p.sums[before.row] = s.sum;
     }
-    const float factor = p.upstream ? weight * p.upstream[p.each_row ? before.row : 0] : weight;
-    write_part<type>(p, ring, before, written, make_gradient<type>(p, maximum, s.sum, before.valid ? factor : not_a_number()));
+    const float weight = (p.upstream ? p.upstream[p.each_row ? before.row : 0] : 1.0f) / divisor;
+    write_part<type>(p, ring, before, written, make_gradient<type>(p, maximum, s.sum, before.valid ? weight : not_a_number()));
   };
   for (i64 row = first; row < p.rows; row += step) {
     const i64 wanted = p.target[row];
@@ -590,10 +205,10 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
-/// One block. The weight of a row goes to `weight`, and the reduced losses to `loss`, if that is not null.
+/// One block. What the sum of losses is divided by goes to `divisor`, and their sum or mean to `loss`, if that is not null.
 template <bool kMean>
 __global__ void __launch_bounds__(kMostThreads)
-    cross_entropy_finish(const i64* target, const float* losses, float* weight, float* loss, i64 rows, i64 ignore_index) {
+    cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss, i64 rows, i64 ignore_index) {
   __shared__ float sums[kWarps];
   __shared__ i64 counts[kWarps];
   float sum = 0.0f;
@@ -606,8 +221,8 @@ __global__ void __launch_bounds__(kMostThreads)
   sum = group_reduce(sum, Sum{}, 0.0f, kMostThreads, sums);
   if (kMean) count = group_reduce(count, Sum{}, i64{0}, kMostThreads, counts);
   if (threadIdx.x != 0) return;
-  *weight = kMean ? 1.0f / static_cast<float>(count) : 1.0f;
-  if (loss) *loss = kMean ? sum / static_cast<float>(count) : sum;
+  *divisor = kMean ? static_cast<float>(count) : 1.0f;
+  if (loss) *loss = sum / *divisor;
 }
 
 /// values[r, :] *= factors[r] (or factors[0]), skipping rows whose factor is 1.

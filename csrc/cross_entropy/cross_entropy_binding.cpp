@@ -55,15 +55,15 @@ void run_cpu(void* logits, const int64_t* target, const Logits& shape, Reduction
              const GradientFactors& factors, const LossStats& stats, float* loss) {
   int64_t used = 0;
   for (int64_t row = 0; row < shape.rows; ++row) used += target[row] != shape.ignore_index;
-  const float weight = reduction == Reduction::mean ? 1.0f / static_cast<float>(used) : 1.0f;
+  const float divisor = reduction == Reduction::mean ? static_cast<float>(used) : 1.0f;
   parallel_for(0, shape.rows, grain(shape), [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(cross_entropy_cpu)(logits, target, shape, weight, write_gradient, factors, stats, begin, end);
+    FLEXOPS_ISA_CALL(cross_entropy_cpu)(logits, target, shape, divisor, write_gradient, factors, stats, begin, end);
   });
   if (reduction == Reduction::none) return;
   double sum = 0.0;
   for (int64_t row = 0; row < shape.rows; ++row) sum += static_cast<double>(stats.losses[row]);
-  *stats.weight = weight;
-  *loss = static_cast<float>(reduction == Reduction::mean ? sum / static_cast<double>(used) : sum);
+  *stats.divisor = divisor;
+  *loss = static_cast<float>(sum / static_cast<double>(divisor));
 }
 #endif
 
@@ -149,9 +149,9 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
 #if FLEXOPS_DEVICE_CUDA
   check_launch(op, cross_entropy_backward_cuda(from, targets, known, {upstream, each_row}, to, shape, current_stream(logits)));
 #else
-  const float weight = known.weight ? *known.weight : 1.0f;
+  const float divisor = known.divisor ? *known.divisor : 1.0f;
   parallel_for(0, shape.rows, grain(shape), [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(cross_entropy_backward_cpu)(from, targets, known, {upstream, each_row}, weight, to, shape, begin, end);
+    FLEXOPS_ISA_CALL(cross_entropy_backward_cpu)(from, targets, known, {upstream, each_row}, divisor, to, shape, begin, end);
   });
 #endif
   return out;

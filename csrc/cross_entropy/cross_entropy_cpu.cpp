@@ -85,7 +85,7 @@ static void write_gradient(const void* logits, int64_t offset, void* out, int64_
   }
 }
 
-void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float weight, bool write, const GradientFactors& factors,
+void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float divisor, bool write, const GradientFactors& factors,
                        const LossStats& stats, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t offset = row * shape.stride, wanted = target[row];
@@ -100,18 +100,18 @@ void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape,
     if (valid) chosen = *widen_row(logits, offset + wanted, 1, row_type(shape), &buffer);
     const RowStats found = find_stats(logits, offset, shape, total);
     const float lse = found.log_sum_exp();
-    float loss = lse - (1.0f - shape.smoothing) * chosen + shape.z_loss * lse * lse;
-    if (shape.smoothing != 0.0f) loss -= shape.smoothing * static_cast<float>(total / static_cast<double>(shape.length));
+    float loss = logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) + shape.z_loss * lse * lse;
+    if (shape.smoothing != 0.0f) loss += shape.smoothing * (found.maximum - static_cast<float>(total / static_cast<double>(shape.length)));
     stats.losses[row] = valid ? loss : kNan;
     stats.maxima[row] = found.maximum, stats.sums[row] = found.sum;
     if (!write) continue;
-    const float factor = factors.data ? factors.data[factors.each_row ? row : 0] * weight : weight;
+    const float factor = (factors.data ? factors.data[factors.each_row ? row : 0] : 1.0f) / divisor;
     write_gradient(logits, offset, logits, offset, shape, Gradient(shape, found, valid ? factor : kNan), wanted);
   }
 }
 
 void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
-                                float weight, void* out, const Logits& shape, int64_t begin, int64_t end) {
+                                float divisor, void* out, const Logits& shape, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t to = row * shape.length, wanted = target[row];
     if (wanted == shape.ignore_index) {
@@ -119,7 +119,7 @@ void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const
       continue;
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
-    const float factor = factors.data[factors.each_row ? row : 0] * weight;
+    const float factor = factors.data[factors.each_row ? row : 0] / divisor;
     const Gradient g(shape, {stats.maxima[row], stats.sums[row]}, valid ? factor : kNan);
     write_gradient(logits, row * shape.stride, out, to, shape, g, wanted);
   }

@@ -58,7 +58,7 @@ int ring_clusters(int blocks) {
 
 bool launch_ring(Params& p, int64_t vectors, cudaStream_t stream) {
   int64_t blocks = 1, part = vectors;
-  while (blocks < cross_entropy::kMostBlocks && part > FLEXOPS_CE_RING_SHARE * cross_entropy::kRingChunk) {
+  while (blocks < cross_entropy::kMostBlocks && part > cross_entropy::kRingShare * cross_entropy::kRingChunk) {
     blocks *= 2;
     part = divide_up(divide_up(vectors, blocks), 8) * 8;  // whole lines
   }

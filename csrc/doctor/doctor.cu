@@ -1,5 +1,3 @@
-#include <cuda_runtime_api.h>
-
 #include "common/device.cuh"
 #include "doctor/doctor.h"
 

@@ -13,6 +13,7 @@
 
 #include "common/divisor.cuh"
 #include "common/fp8.cuh"
+#include "common/once.cuh"
 #include "common/rows.cuh"
 
 namespace flexops::scaled {
@@ -395,7 +396,7 @@ __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTA
 template <Type type>
 FLEXOPS_DEVICE Codes<type> read_codes(const Params& p, const Span<type>& s, int vector) {
   Codes<type> out = {};
-  if (s.has(vector)) out = load<kLoads>(reinterpret_cast<const Codes<type>*>(static_cast<const u8*>(p.in) + s.codes) + vector);
+  if (s.has(vector)) out = load_once(reinterpret_cast<const Codes<type>*>(static_cast<const u8*>(p.in) + s.codes) + vector);
   return out;
 }
 

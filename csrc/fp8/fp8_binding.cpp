@@ -25,24 +25,6 @@ CodeType code_type(Dtype dtype, const char* op, const char* argument) {
   return dtype == Dtype::e4m3 ? CodeType::e4m3 : CodeType::e5m2;
 }
 
-/// A ScalarType as the schema hands it over: numbers that saved models hold, so they do not change.
-Dtype dtype_of_code(int64_t code) {
-  switch (static_cast<int32_t>(code)) {
-    case 5:
-      return Dtype::f16;
-    case 6:
-      return Dtype::f32;
-    case 15:
-      return Dtype::bf16;
-    case 23:
-      return Dtype::e5m2;
-    case 24:
-      return Dtype::e4m3;
-    default:
-      return Dtype::other;
-  }
-}
-
 using Sizes = std::vector<int64_t>;
 
 Sizes sizes_of(const Tensor& tensor) { return Sizes(tensor.sizes(), tensor.sizes() + tensor.dim()); }

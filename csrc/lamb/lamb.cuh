@@ -82,7 +82,7 @@ struct Moments {
   static FLEXOPS_DEVICE Sum combiner(const Shared&) { return {}; }
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch, int tensor) {
-    return {Bias(s, *launch.extra[kStep][tensor]), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
+    return {Bias(s, *launch.row[tensor].extra[kStep]), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
   }
 
   static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f, const multi::Pointers<Moments>&,
@@ -118,9 +118,9 @@ struct Apply {
   };
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Apply>& launch, int tensor) {
-    const float *norms = launch.extra[kNorms][tensor], param = sqrtf(norms[0]), update = sqrtf(norms[1]);
+    const float *norms = launch.row[tensor].extra[kNorms], param = sqrtf(norms[0]), update = sqrtf(norms[1]);
     const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    return {Bias(s, *launch.extra[kStep][tensor]), s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
+    return {Bias(s, *launch.row[tensor].extra[kStep]), s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
   }
 
   static FLEXOPS_DEVICE void update(multi::Element<Apply>& e, const Shared& s, const Factors& f, const multi::Pointers<Apply>&, float*,

@@ -9,13 +9,8 @@ namespace flexops {
 /// What a row's arrays are. The average is float32; the gradient is written only if there is a grad_scale.
 enum LionArray { kLionParam, kLionGrad, kLionExpAvg };
 
-struct LionOptions {
-  double lr;
-  const float* lr_tensor;  // overrides lr if not nullptr
-  double beta1, beta2, weight_decay;
-  bool maximize;
-  const float* grad_scale;  // nullptr, or what the gradients are divided by first, in place
-  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+struct LionOptions : StepOptions {
+  double beta1, beta2;
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.

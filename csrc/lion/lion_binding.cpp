@@ -45,14 +45,9 @@ void lion_(TensorList params, TensorList grads, TensorList exp_avgs, double lr, 
   TensorTable table("flexops::lion_",
                     {{"params", params, true}, {"grads", grads, true, grad_scale.has_value()}, {"exp_avgs", exp_avgs, false}}, nullptr);
   LionOptions options;
-  options.lr = lr;
-  options.lr_tensor = table.number("lr", lr_tensor);
+  table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
   options.beta1 = beta1;
   options.beta2 = beta2;
-  options.weight_decay = weight_decay;
-  options.maximize = maximize;
-  options.grad_scale = table.number("grad_scale", grad_scale);
-  options.found_inf = table.number("found_inf", found_inf);
   launch(table, options, params[0]);
   table.finish();
 }

@@ -1,10 +1,12 @@
 // The norms' kernels. Formulas: flexops/ops/norm.py.
 //
-// Memory decides. Blocks walk over the rows with the next ones already on their way to shared memory, so that what a block waits for (a
-// reduction, a barrier) does not keep memory waiting. Up to 32 neighbouring lanes share a short row, a block has a long one.
-// Backward: a thread has the same columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel
-// adds up what the blocks have. No atomics: the same bits every time. The rest (few rows, rows that are very long or not made of aligned
-// 16-byte vectors, mixed types) takes simpler kernels, which hold a row in registers and read again what these do not hold.
+// Memory decides. Up to 32 neighbouring lanes share a short row, a block has a long one. Forward: registers hold rows between their sums
+// and their results, and few of them, so that while some blocks wait for a reduction enough others have loads on their way. The
+// second-level cache is asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also where every call
+// had other tensors. Backward: blocks walk over the rows with the next ones already on their way to shared memory. A thread has the same
+// columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
+// atomics: the same bits every time. The rest (few rows, rows that are very long or not made of aligned 16-byte vectors, mixed types) takes
+// simpler kernels, which hold a row in registers and read again what these do not hold.
 #pragma once
 
 #include "common/async.cuh"
@@ -15,32 +17,13 @@
 
 namespace flexops::norm {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_NORM_ROWS_ITEMS)
-#define FLEXOPS_NORM_ROWS_ITEMS 2
-#endif
-#if !defined(FLEXOPS_NORM_PLAIN_BLOCKS)
-#define FLEXOPS_NORM_PLAIN_BLOCKS 2
-#endif
-#if !defined(FLEXOPS_NORM_HELD_BLOCKS)
-#define FLEXOPS_NORM_HELD_BLOCKS 2
-#endif
-#if !defined(FLEXOPS_NORM_BACKWARD_BOUNDS)
-#define FLEXOPS_NORM_BACKWARD_BOUNDS 512, 1
-#endif
-#if !defined(FLEXOPS_NORM_LOAD)
-#define FLEXOPS_NORM_LOAD normal
-#endif
-#if !defined(FLEXOPS_NORM_STORE)
-#define FLEXOPS_NORM_STORE normal
-#endif
-
-constexpr Cache kLoad = Cache::FLEXOPS_NORM_LOAD, kStore = Cache::FLEXOPS_NORM_STORE;
+// Tuned on one H200.
 constexpr int kMostThreads = 1024;
-constexpr int kHeldThreads = 512;   // of a block that holds whole rows, at most
+constexpr int kHeldThreads = 512;   // of a block whose registers hold whole rows, at most
 constexpr int kShortThreads = 128;  // of a block of short rows, one for each few lanes
 constexpr int kWalkThreads = 512;   // of a block that walks over rows, at most
-constexpr int kParts = 4;           // backward: vectors of a row that a thread has
+constexpr int kParts = 4;           // backward: vectors of a row that a thread has ...
+constexpr int kStages = 2;          // ... and of how many rows it holds them
 constexpr int kReduceThreads = 512;
 constexpr int kNarrowWarp = 32;  // lanes that share a short row, at most; a wavefront of 64 holds two such groups
 
@@ -93,7 +76,7 @@ using Raw = typename Traits<T>::Raw;
 template <typename T>
 constexpr bool kIsHalf = false;
 template <>
-constexpr bool kIsHalf<Half> = true;
+inline constexpr bool kIsHalf<Half> = true;
 
 FLEXOPS_DEVICE float load_one(const void* from, i64 index, Type type) {
   if (type == kBf16) return to_float(static_cast<const bf16*>(from)[index]);
@@ -176,17 +159,18 @@ FLEXOPS_DEVICE Raw<T> narrow(const float (&in)[kVector<T>], Type type) {
   }
 }
 
-/// Keeps the compiler from holding what it has made of the raw elements from one pass to the next: twice the registers.
-template <int N>
-FLEXOPS_DEVICE void forget(Vec<u32, 4> (&raw)[N]) {
+/// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to the next, which takes twice the
+/// registers: it cannot know that `nothing`, a kernel's parameter, is 0. (An empty asm is not enough, because ptxas does not see it.)
+template <typename T, int N>
+FLEXOPS_DEVICE void forget(Raw<T> (&raw)[N], u32 nothing) {
+  if constexpr (kVector<T> == 8) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
+    for (int k = 0; k < N; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(raw[k].at[i]));
+      for (int i = 0; i < 4; ++i) raw[k].at[i] ^= nothing;
+    }
   }
 }
-template <int N>
-FLEXOPS_DEVICE void forget(float (&)[N]) {}
 
 /// kVector<T> elements from `index` on.
 template <typename T, Cache cache>
@@ -197,7 +181,7 @@ FLEXOPS_DEVICE Raw<T> read(const void* from, i64 index, Type type) {
     return load<cache>(reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + index));
   }
 }
-template <typename T, Cache cache = kStore>
+template <typename T, Cache cache = Cache::normal>
 FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, Type type) {
   if constexpr (kVector<T> == 1) {
     store_one(to, index, raw, type);
@@ -257,14 +241,26 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Type
 
 // ---- sums -------------------------------------------------------------------------------------------------------------
 
+/// The logarithm of a power of two.
+FLEXOPS_DEVICE int log_of(int power) {
+  int out = 0;
+  while (1 << out < power) ++out;
+  return out;
+}
+
 /// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps (`wide`).
 struct Group {
   int lane, lanes;
   int index;  // of the block's groups
   bool wide;
-  FLEXOPS_DEVICE Group(int lanes_) : lanes(lanes_), wide(lanes_ > kNarrowWarp) {
-    index = static_cast<int>(threadIdx.x) / lanes;
-    lane = static_cast<int>(threadIdx.x) - index * lanes;
+  /// alone: more than a warp's lanes are the whole block.
+  FLEXOPS_DEVICE Group(int lanes_, bool alone) : lanes(lanes_), wide(lanes_ > kNarrowWarp) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!wide) {
+      index = thread >> log_of(lanes), lane = thread & (lanes - 1);
+    } else {
+      index = alone ? 0 : thread / lanes, lane = alone ? thread : thread - index * lanes;
+    }
   }
   /// The block's groups.
   FLEXOPS_DEVICE int count() const { return static_cast<int>(blockDim.x) / lanes; }
@@ -346,8 +342,10 @@ struct Parameters {
   /// What comes behind, if there is anything.
   FLEXOPS_DEVICE uint4* end() const { return first + kParts * (wide ? kWords : 1) * stride; }
 
+  /// kSame: it is known that they are of T.
+  template <bool kSame>
   FLEXOPS_DEVICE void get(float (&out)[V], int k) const {
-    if (!wide) {
+    if (kSame || !wide) {
       widen<T>(out, bit_cast<Raw<T>>(first[k * stride]), Traits<T>::kType);
     } else {
 #pragma unroll
@@ -359,6 +357,8 @@ struct Parameters {
     }
   }
 };
+
+FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 
 /// 1 / sqrt(value), with a step of Newton's method after the instruction's estimate.
 FLEXOPS_DEVICE float reciprocal_root(float value) {

@@ -46,12 +46,12 @@ const char* norm_backward_cuda(const NormBackward& arguments, void* stream);
 /// How many partial sums of each column the current GPU makes.
 int64_t norm_partial_rows_cuda(const NormBackward& arguments);
 
-/// The CPU's work. weight and bias are float32, and grad_weight and grad_bias too. Forward is cut into rows; backward into partial sums, of
-/// so many rows each whatever the number of threads, and the sums' sum into columns.
+/// The CPU's work. Forward is cut into rows; backward, whose weight_type is type or float32, into partial sums, of so many rows each
+/// whatever the number of threads, and the sums' sum into columns.
 inline int64_t norm_partial_rows_cpu(const NormBackward& arguments) {
-  constexpr int64_t kMost = 64, kElements = 32768;
-  const int64_t wanted = arguments.rows * arguments.columns / kElements + 1, most = arguments.rows < kMost ? arguments.rows : kMost;
-  return wanted < most ? wanted : most;
+  constexpr int64_t kMost = 64, kElements = 16384;
+  const int64_t wanted = arguments.rows * arguments.columns / kElements, most = arguments.rows < kMost ? arguments.rows : kMost;
+  return wanted < most ? (wanted > 1 || most == 0 ? wanted : 1) : most;
 }
 
 FLEXOPS_ISA_DECLARE(void norm_forward_cpu(const NormForward& arguments, int64_t begin, int64_t end))

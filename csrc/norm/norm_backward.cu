@@ -9,13 +9,6 @@ namespace {
 
 using norm::Backward;
 
-#if !defined(FLEXOPS_NORM_BACKWARD_THREADS)
-#define FLEXOPS_NORM_BACKWARD_THREADS 512
-#endif
-#if !defined(FLEXOPS_NORM_BACKWARD_STAGES)
-#define FLEXOPS_NORM_BACKWARD_STAGES 8
-#endif
-
 bool has_vectors(const NormBackward& a, int64_t vector) {
   return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 && a.grad_residual_stride % vector == 0 &&
          norm::is_aligned(a.x, 16) && norm::is_aligned(a.grad, 16) && norm::is_aligned(a.grad_residual, 16) &&
@@ -27,7 +20,7 @@ struct Plan {
   bool walks = false;  // backward_walk; else backward_input and backward_parameters
   bool vectors;        // else one element at a time
   int64_t blocks;
-  int threads = 0, stages = 0;  // of backward_walk, as the rest
+  int threads = 0;  // of backward_walk, as the rest
   int64_t shared_bytes = 0;
 };
 
@@ -37,9 +30,9 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   const int64_t parts = norm::kParts, held = (p.vectors + parts - 1) / parts;
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
-  const int64_t word = parts * 16, stage = (a.grad_residual ? 3 : 2) * word;
+  const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
   const int64_t weights = a.weight ? (a.weight_type == a.type ? word : word * 4 / norm::size_of(a.type)) : 0;
-  const int64_t most_threads = p.lanes > FLEXOPS_NORM_BACKWARD_THREADS ? p.lanes : FLEXOPS_NORM_BACKWARD_THREADS;
+  const int64_t tuned = a.type == NormType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
   const int64_t a_sm = norm::kWalkThreads / most_threads, limit = norm::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t share = norm::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
@@ -49,12 +42,11 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   int64_t groups = most_threads / p.lanes;
   while (groups / 2 >= wanted) groups /= 2;
   for (; groups > 0; groups /= 2) {
-    const int64_t threads = groups * p.lanes, stages = (room / threads - weights) / stage;
+    const int64_t threads = groups * p.lanes;
     if (threads % norm::kNarrowWarp != 0) break;
-    if (stages < 2) continue;
+    if (threads * (weights + stages) > room) continue;
     plan.threads = static_cast<int>(threads);
-    plan.stages = static_cast<int>(stages < FLEXOPS_NORM_BACKWARD_STAGES ? stages : FLEXOPS_NORM_BACKWARD_STAGES);
-    plan.shared_bytes = threads * (weights + plan.stages * stage);
+    plan.shared_bytes = threads * (weights + stages);
     const int64_t needed = (a.rows + groups - 1) / groups, most = a_sm * processors;
     plan.blocks = needed < most ? needed : most;
     return true;
@@ -77,11 +69,16 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   return plan;
 }
 
-// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
-const void* const kWalks[3][2] = {{FLEXOPS_NORM_KERNEL(backward_walk<float, true>), FLEXOPS_NORM_KERNEL(backward_walk<float, true>)},
-                                  {FLEXOPS_NORM_KERNEL(backward_walk<f16, true>), FLEXOPS_NORM_KERNEL(backward_walk<f16, true>)},
-                                  {FLEXOPS_NORM_KERNEL(backward_walk<bf16, false>), FLEXOPS_NORM_KERNEL(backward_walk<bf16, true>)}};
+/// Only bf16 has a kernel of its own for RMS norm, and one for layer norm with a weight of bf16: others do these as well, a little slower
+/// where 16-bit data come fast.
+const void* find_walk(const NormBackward& a) {
+  if (a.type == NormType::f32) return FLEXOPS_NORM_KERNEL(backward_walk<float, true, false>);
+  if (a.type == NormType::f16) return FLEXOPS_NORM_KERNEL(backward_walk<f16, true, false>);
+  if (!a.centered) return FLEXOPS_NORM_KERNEL(backward_walk<bf16, false, false>);
+  if (a.weight && a.weight_type == a.type) return FLEXOPS_NORM_KERNEL(backward_walk<bf16, true, true>);
+  return FLEXOPS_NORM_KERNEL(backward_walk<bf16, true, false>);
+}
 
 #define FLEXOPS_NORM_EACH(kernel)                                                                                 \
   {reinterpret_cast<const void*>(&norm::kernel<float>), reinterpret_cast<const void*>(&norm::kernel<norm::Half>), \
@@ -92,8 +89,7 @@ const void* const kParameters[3] = FLEXOPS_NORM_EACH(backward_parameters);
 dim3 blocks(int64_t x, int64_t y = 1) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  p.stages = plan.stages;
-  norm::launch(kWalks[static_cast<int>(a.type)][a.centered], p, blocks(plan.blocks), plan.threads, plan.shared_bytes, stream);
+  norm::launch(find_walk(a), p, blocks(plan.blocks), plan.threads, plan.shared_bytes, stream);
 }
 
 void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
@@ -140,6 +136,7 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   p.x_stride = a.x_stride, p.grad_stride = a.grad_stride, p.grad_residual_stride = a.grad_residual_stride;
   p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = static_cast<norm::Type>(a.type), p.weight_type = static_cast<norm::Type>(a.weight_type), p.centered = a.centered;
+  p.lasting = norm::is_large(a.rows * a.columns, a.type);
   const Plan plan = make_plan(p, a);
   if (a.rows > 0) plan.walks ? walk(plan, p, a, stream) : read_twice(plan, p, a, stream);
   reduce(plan, p, a, stream);

@@ -14,11 +14,11 @@ struct Backward {
   i64 rows, x_stride, grad_stride, grad_residual_stride;
   i64 rows_per_block;  // backward_parameters: that a block sums up
   int columns, vectors;
-  int lanes;   // that share a row
-  int stages;  // backward_rows: rows that have room in shared memory
+  int lanes;  // that share a row
   float inverse;
   Type type, weight_type;
   bool centered;
+  bool lasting;  // the second-level cache is asked to keep what is read
 };
 
 /// What both of a row's passes need.
@@ -30,18 +30,41 @@ FLEXOPS_DEVICE Statistics load_statistics(const Backward& p, i64 row) {
   return {p.centered ? p.mean[row] : 0.0f, p.rstd[row]};
 }
 
-/// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows. Each thread fetches its vectors into slots
-/// of its own, so that it waits for nobody, `stages` rows ahead; both passes read them there, and registers are left for the sums.
-template <typename T, bool kCentered>
-__global__ void __launch_bounds__(FLEXOPS_NORM_BACKWARD_BOUNDS) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
-  constexpr int V = kVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
-  extern __shared__ uint4 slots[];
-  __shared__ Partial<float, kSums> shared[2];
-  const Group g(p.lanes);
-  const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
-  const auto slot = [&](int stage, int stream, int k) { return slots + ((stage * streams + stream) * kParts + k) * threads + threadIdx.x; };
+/// async_copy16 with a say on what the second-level cache keeps.
+FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const Lasting& lasting) {
+#if FLEXOPS_HAS_CACHE_POLICY
+  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               :
+               : "r"(to), "l"(global), "r"(valid ? 16 : 0), "l"(lasting.policy)
+               : "memory");
+#else
+  (void)lasting;
+  async_copy16(shared, global, valid);
+#endif
+}
 
-  const Parameters<T, kParts> weights(slot(p.stages, 0, 0), p.weight, p.weight_type, g, p.vectors);
+/// kCentered is needed for layer norm, and does for RMS norm; kSame is for a weight of T, which takes fewer registers. Groups of threads
+/// walk over rows. Each thread fetches its vectors into slots of its own, so that it waits for nobody, while it works on the row before;
+/// both passes read them there, and registers are left for the sums. A slot is filled again as soon as it has been read the second time, or
+/// before the next row.
+template <typename T, bool kCentered, bool kSame = false>
+__global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
+  constexpr int V = kVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
+  constexpr bool kAtOnce = V == 4 || !kCentered || kSame;  // else registers are short
+  extern __shared__ uint4 slots[];
+  __shared__ Partial<float, kSums> shared[kStages];
+  const Group g(p.lanes, false);
+  const Lasting lasting(p.lasting);
+  const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
+  // A warp's slots lie together, so that most of their distances are constants.
+  const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp, lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
+  uint4* const own = slots + warp * (kStages * streams * kParts * kNarrowWarp) + lane;
+  const auto slot = [&](int stage, int stream, int k) {
+    return own + stage * (streams * kParts * kNarrowWarp) + (stream * kParts + k) * kNarrowWarp;
+  };
+
+  const Parameters<T, kParts> weights(slots + kStages * streams * kParts * threads + threadIdx.x, p.weight, p.weight_type, g, p.vectors);
   float sum_weight[kParts][V], sum_bias[kCentered ? kParts : 1][V];
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
@@ -51,39 +74,38 @@ __global__ void __launch_bounds__(FLEXOPS_NORM_BACKWARD_BOUNDS) backward_walk(co
   /// v times the weight.
   const auto scale = [&](float (&v)[V], int k) {
     float w[V];
-    if (p.weight == nullptr) return;
-    weights.get(w, k);
+    if (!kSame && p.weight == nullptr) return;
+    weights.template get<kSame>(w, k);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] *= w[i];
   };
 
-  const auto fetch = [&](i64 row, int stage) {
-    const bool exists = row < p.rows;
-    const T* x = static_cast<const T*>(p.x) + row * p.x_stride + g.lane * V;
-    const T* grad = static_cast<const T*>(p.grad) + row * p.grad_stride + g.lane * V;
-    const T* also = static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + g.lane * V;
-    uint4* to = slot(stage, 0, 0);
+  const auto fetch = [&](i64 row, int stage, int k) {
+    const int at = g.lane + k * g.lanes;
+    const bool valid = row < p.rows && at < p.vectors;
+    fetch16(slot(stage, 0, k), static_cast<const T*>(p.x) + row * p.x_stride + at * V, valid, lasting);
+    fetch16(slot(stage, 1, k), static_cast<const T*>(p.grad) + row * p.grad_stride + at * V, valid, lasting);
+    if (streams == 3)
+      fetch16(slot(stage, 2, k), static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid, lasting);
+  };
+  const auto fetch_row = [&](i64 row, int stage) {
 #pragma unroll
-    for (int k = 0; k < kParts; ++k) {
-      const bool valid = exists && g.lane + k * g.lanes < p.vectors;
-      async_copy16(to + k * threads, x + k * g.lanes * V, valid);
-      async_copy16(to + (kParts + k) * threads, grad + k * g.lanes * V, valid);
-      if (streams == 3) async_copy16(to + (2 * kParts + k) * threads, also + k * g.lanes * V, valid);
-    }
+    for (int k = 0; k < kParts; ++k) fetch(row, stage, k);
     async_commit();
   };
 
-  const int together = g.count(), ahead = p.stages - 1;
+  const int together = g.count();
   const i64 step = i64(gridDim.x) * together;
   i64 row = i64(blockIdx.x) * together + g.index;
-  for (int s = 0; s < ahead; ++s) fetch(row + s * step, s);
+  fetch_row(row, 0);
+  if (kAtOnce) fetch_row(row + step, 1);
   Statistics next = load_statistics(p, row);
-  int stage = 0, parity = 0;
-  for (; row - g.index < p.rows; row += step) {                 // all of the block's threads equally often
-    fetch(row + ahead * step, stage == 0 ? ahead : stage - 1);  // where the row before this one was
+  int stage = 0;
+  for (; row - g.index < p.rows; row += step) {  // all of the block's threads equally often
+    if (!kAtOnce) fetch_row(row + step, stage ^ 1);
     const Statistics s = next;
     next = load_statistics(p, row + step);
-    async_wait(ahead);
+    async_wait(1);
     const float shift = -s.mean * s.rstd;
     float sums[kSums] = {};
 #pragma unroll
@@ -98,13 +120,16 @@ __global__ void __launch_bounds__(FLEXOPS_NORM_BACKWARD_BOUNDS) backward_walk(co
         if (kCentered) sums[kSums - 1] += grad[i];
       }
     }
-    group_reduce<false>(sums, Sum{}, g, shared[parity]);
+    group_reduce<false>(sums, Sum{}, g, shared[stage]);
     const float slope = -s.rstd * sums[0] * p.inverse, level = kCentered && p.centered ? -s.rstd * sums[kSums - 1] * p.inverse : 0.0f;
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       float x[V], grad[V], out[V];
       widen<T>(x, bit_cast<Raw<T>>(*slot(stage, 0, k)), p.type);
       widen<T>(grad, bit_cast<Raw<T>>(*slot(stage, 1, k)), p.type);
+      uint4 also;
+      if (streams == 3) also = *slot(stage, 2, k);
+      if (kAtOnce) fetch(row + 2 * step, stage, k);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         x[i] = kCentered ? (x[i] - s.mean) * s.rstd : x[i] * s.rstd + shift;
@@ -115,17 +140,16 @@ __global__ void __launch_bounds__(FLEXOPS_NORM_BACKWARD_BOUNDS) backward_walk(co
 #pragma unroll
       for (int i = 0; i < V; ++i) out[i] = grad[i] * s.rstd + (x[i] * slope + level);
       if (streams == 3) {
-        float also[V];
-        widen<T>(also, bit_cast<Raw<T>>(*slot(stage, 2, k)), p.type);
+        widen<T>(x, bit_cast<Raw<T>>(also), p.type);
 #pragma unroll
-        for (int i = 0; i < V; ++i) out[i] += also[i];
+        for (int i = 0; i < V; ++i) out[i] += x[i];
       }
       const int at = g.lane + k * g.lanes;
       if (p.grad_x && row < p.rows && at < p.vectors)
         write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, narrow<T>(out, p.type), p.type);
     }
-    stage = stage == ahead ? 0 : stage + 1;
-    parity ^= 1;
+    if (kAtOnce) async_commit();
+    stage ^= 1;
   }
   async_wait(0);
 
@@ -165,7 +189,7 @@ template <typename T>
 __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int V = kVector<T>;
   __shared__ Partial<float, 2> shared;
-  const Group g(p.lanes);
+  const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count() + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   const Statistics s = load_statistics(p, row);
@@ -240,19 +264,19 @@ struct Reduce {
 
 /// Adds up the blocks' sums, always in the same order.
 __global__ void __launch_bounds__(kReduceThreads) reduce_partial(const FLEXOPS_GRID_CONSTANT Reduce p) {
-  constexpr int kSlices = kReduceThreads / 32;
+  constexpr int kSlices = kReduceThreads / 32, kLines = 8;
   __shared__ float shared[kSlices][33];
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
   const int column = static_cast<int>(blockIdx.x) * 32 + lane;
   // By halves, so that errors add up as the logarithm does.
-  float sums[4] = {};
+  float sums[kLines] = {};
   if (column < p.columns) {
     const float* from = p.partial[blockIdx.y] + column;
-    for (i64 i = slice; i < p.count; i += 4 * kSlices) {
+    for (i64 i = slice; i < p.count; i += kLines * kSlices) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kLines; ++k) {
         const i64 line = i + k * kSlices;
-        if (line < p.count) sums[k] += load<Cache::streaming>(from + line * p.columns);
+        if (line < p.count) sums[k] += from[line * p.columns];
       }
     }
   }

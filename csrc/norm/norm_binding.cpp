@@ -16,24 +16,6 @@ NormType norm_type(const char* op, const char* argument, Dtype dtype) {
   return dtype == Dtype::f32 ? NormType::f32 : dtype == Dtype::f16 ? NormType::f16 : NormType::bf16;
 }
 
-/// A ScalarType as the schema hands it over: numbers that saved models hold, so they do not change.
-Dtype dtype_of_code(int64_t code) {
-  switch (static_cast<int32_t>(code)) {
-    case 1:
-      return Dtype::i8;
-    case 5:
-      return Dtype::f16;
-    case 6:
-      return Dtype::f32;
-    case 15:
-      return Dtype::bf16;
-    case 24:
-      return Dtype::e4m3;
-    default:
-      return Dtype::other;
-  }
-}
-
 void check_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& x) {
   FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == x.device_index(), op, ": ", argument, " must be on x's device");
 }
@@ -50,15 +32,12 @@ Tensor cast(const Tensor& tensor, Dtype dtype) {
   return out;
 }
 
-/// A weight or a bias, contiguous; on the CPU float32.
+/// A weight or a bias, contiguous.
 const void* parameter(const char* op, const char* argument, Maybe& tensor, const Tensor& x) {
   if (!tensor) return nullptr;
   check_device(op, argument, *tensor, x);
   FLEXOPS_CHECK(tensor->dim() == 1 && tensor->size(0) == x.size(-1), op, ": ", argument, " must have shape [", x.size(-1), "], got ",
                 shape_text(*tensor));
-#if FLEXOPS_DEVICE_CPU
-  if (tensor->dtype() != Dtype::f32) tensor = cast(*tensor, Dtype::f32);
-#endif
   tensor = contiguous(*tensor);
   return tensor->data();
 }
@@ -95,7 +74,8 @@ Tensor empty_nothing(const Tensor& x, Dtype dtype) {
 }
 
 #if FLEXOPS_DEVICE_CPU
-int64_t grain(int64_t columns) { return columns < 16384 ? 16384 / columns : 1; }
+/// The rows that are not worth waking threads for.
+int64_t grain(int64_t columns) { return columns < 12288 ? 12288 / columns : 1; }
 #endif
 
 struct Forward {
@@ -234,7 +214,13 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
   n.type = n.weight_type = norm_type(op, "x", x.dtype());
   need_weight = need_weight && weight.has_value();
   const Dtype weight_dtype = weight ? weight->dtype() : Dtype::f32;
-  if (weight) n.weight_type = norm_type(op, "weight", weight->dtype());
+  if (weight) {
+    norm_type(op, "weight", weight_dtype);
+#if FLEXOPS_DEVICE_CPU
+    if (weight_dtype != x.dtype()) make_float32(*weight);  // the kernels take these two
+#endif
+    n.weight_type = norm_type(op, "weight", weight->dtype());
+  }
   n.bias_type = norm_type(op, "bias_dtype", bias_dtype);
   n.weight = parameter(op, "weight", weight, x);
   n.columns = x.size(-1), n.rows = x.numel() / n.columns, n.centered = centered;
@@ -248,9 +234,8 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
   Backward out;
   const int64_t columns = n.columns;
   out.grad_x = need_x ? empty_like_contiguous(x, x.dtype()) : empty_nothing(x, x_dtype);
-  const bool wide = FLEXOPS_DEVICE_CPU;  // the CPU's kernels write float32
-  out.grad_weight = need_weight ? empty(&columns, 1, wide ? Dtype::f32 : weight_dtype, x) : empty_nothing(x, weight_dtype);
-  out.grad_bias = need_bias ? empty(&columns, 1, wide ? Dtype::f32 : bias_dtype, x) : empty_nothing(x, bias_dtype);
+  out.grad_weight = need_weight ? empty(&columns, 1, weight->dtype(), x) : empty_nothing(x, weight_dtype);
+  out.grad_bias = need_bias ? empty(&columns, 1, bias_dtype, x) : empty_nothing(x, bias_dtype);
   if (need_x) n.grad_x = out.grad_x.data();
   if (need_weight) n.grad_weight = out.grad_weight.data();
   if (need_bias) n.grad_bias = out.grad_bias.data();
@@ -276,9 +261,10 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
   check_launch(op, norm_backward_cuda(n, current_stream(x)));
 #else
   parallel_for(0, n.partial_rows, 1, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(norm_backward_cpu)(n, begin, end); });
-  if (sums) parallel_for(0, columns, 1024, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(norm_reduce_cpu)(n, begin, end); });
-  if (need_weight && weight_dtype != Dtype::f32) out.grad_weight = cast(out.grad_weight, weight_dtype);
-  if (need_bias && bias_dtype != Dtype::f32) out.grad_bias = cast(out.grad_bias, bias_dtype);
+  if (sums)
+    parallel_for(0, columns, 32768 / (n.partial_rows * sums + 1),
+                 [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(norm_reduce_cpu)(n, begin, end); });
+  if (need_weight && weight->dtype() != weight_dtype) out.grad_weight = cast(out.grad_weight, weight_dtype);
 #endif
   if (need_x && x.dtype() != x_dtype) out.grad_x = cast(out.grad_x, x_dtype);
   return out;

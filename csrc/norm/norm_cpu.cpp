@@ -110,17 +110,21 @@ static inline Floats keep(Floats value, int64_t count) {
   return value;
 }
 
-/// Calls f(index, count) for every register of a row; count is less than kLanes for the last one only.
+/// Calls f(index, count) for every register of a row, from `first` on; count is less than kLanes for the last one only.
 template <typename F>
-static inline void for_each(int64_t columns, const F& f) {
-  int64_t i = 0;
+static inline void for_each(int64_t first, int64_t columns, const F& f) {
+  int64_t i = first;
   for (; i + kLanes <= columns; i += kLanes) f(i, int64_t{kLanes});
   if (i < columns) f(i, columns - i);
 }
+template <typename F>
+static inline void for_each(int64_t columns, const F& f) {
+  for_each(0, columns, f);
+}
 /// The same with the number of a sum, which goes around.
 template <typename F>
-static inline void for_each_sum(int64_t columns, const F& f) {
-  int64_t i = 0;
+static inline void for_each_sum(int64_t first, int64_t columns, const F& f) {
+  int64_t i = first;
   for (; i + kSums * kLanes <= columns; i += kSums * kLanes) {
     for (int k = 0; k < kSums; ++k) f(i + k * kLanes, int64_t{kLanes}, k);
   }
@@ -178,29 +182,39 @@ static void add_mixed_row(const NormForward& n, int64_t row) {
   }
 }
 
+/// A weight or a bias: float32, or of the rows' type.
+template <NormType type, bool kWide>
+static inline Floats load_parameter(const void* from, int64_t i, int64_t count) {
+  constexpr NormType own = kWide ? NormType::f32 : type;
+  return load_at<own>(static_cast<const Stored<own>*>(from), i, count);
+}
+
 /// What a row's elements become.
+template <NormType type, bool kWide>
 struct Result {
-  const float *weight, *bias;
+  const void *weight, *bias;
   float mean, rstd;
   inline Floats operator()(Floats value, int64_t i, int64_t count) const {
     value = (value - mean) * rstd;
-    if (weight) value *= load_at<NormType::f32>(weight, i, count);
-    if (bias) value += load_at<NormType::f32>(bias, i, count);
+    if (weight) value *= load_parameter<type, kWide>(weight, i, count);
+    if (bias) value += load_parameter<type, kWide>(bias, i, count);
     return value;
   }
 };
 
-/// A row on its way into another type; `from` is its first element, of row_type.
+/// A row on its way into another type, or with parameters of another; `from` is its first element, of row_type.
 struct MixedRow {
   const NormForward& n;
   const void* from;
-  Result result;
+  float mean, rstd;
 
   [[gnu::noinline]] void make_block(float* block, int64_t begin, int64_t part) const {
-    float buffer[kBlock];
+    float buffer[kBlock], weight_buffer[kBlock], bias_buffer[kBlock];
     const float* x = widen(from, begin, part, n.row_type, buffer);
+    const Result<NormType::f32, true> result{n.weight ? widen(n.weight, begin, part, n.weight_type, weight_buffer) : nullptr,
+                                             n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd};
     for_each(part, [&](int64_t i, int64_t count) {
-      store_at<NormType::f32>(block, i, result(load_at<NormType::f32>(x, i, count), begin + i, count), count);
+      store_at<NormType::f32>(block, i, result(load_at<NormType::f32>(x, i, count), i, count), count);
     });
   }
 
@@ -247,27 +261,67 @@ struct Statistics {
   float mean, rstd;
 };
 
-/// In float32 the mean first, then the deviations from it. 16-bit elements take one pass for both, with deviations from the mean of the
-/// first few: that it is another mean costs less accuracy than the elements have lost by their rounding.
+/// The deviations from a mean, and from their own mean how far it was off. In float32 that mean is the row's, and what is left of it is the
+/// rounding of a large sum; for 16-bit elements it is that of the first few, which saves a pass: that it is another mean costs less
+/// accuracy than the elements have lost by their rounding.
 template <NormType type>
 static Statistics find_statistics(const NormForward& n, const Stored<type>* x) {
   const float inverse = 1.0f / static_cast<float>(n.columns);
   Sums sums, squares;
   float center = 0.0f;
-  const bool once = type != NormType::f32 && n.centered;
   if (n.centered) {
-    const int64_t columns = once ? least(n.columns, kSums * kLanes) : n.columns;
-    for_each_sum(columns, [&](int64_t i, int64_t count, int k) { sums.at[k] += load_at<type>(x, i, count); });
+    const int64_t columns = type == NormType::f32 ? n.columns : least(n.columns, kSums * kLanes);
+    for_each_sum(0, columns, [&](int64_t i, int64_t count, int k) { sums.at[k] += load_at<type>(x, i, count); });
     center = sums.total() / static_cast<float>(columns);
   }
   sums = Sums{};
-  for_each_sum(n.columns, [&](int64_t i, int64_t count, int k) {
+  int64_t done = 0;
+  if constexpr (type == NormType::bf16) {
+    for (; done + kSums * kLanes <= n.columns; done += kSums * kLanes) {
+      for (int k = 0; k < kSums; k += 2) {
+        const Bf16Pairs values = load_bf16_pairs(x + done + k * kLanes);
+        const Floats even = values.even - center, odd = values.odd - center;
+        sums.at[k] += even, sums.at[k + 1] += odd;
+        squares.at[k] += even * even, squares.at[k + 1] += odd * odd;
+      }
+    }
+  }
+  for_each_sum(done, n.columns, [&](int64_t i, int64_t count, int k) {
     const Floats value = load_at<type>(x, i, count) - center, kept = count == kLanes ? value : keep(value, count);
-    if (type != NormType::f32) sums.at[k] += kept;
+    sums.at[k] += kept;
     squares.at[k] += kept * kept;
   });
-  const float shift = once ? sums.total() * inverse : 0.0f, variance = squares.total() * inverse - shift * shift;
+  const float shift = n.centered ? sums.total() * inverse : 0.0f, variance = squares.total() * inverse - shift * shift;
   return {center + shift, 1.0f / square_root((variance < 0.0f ? 0.0f : variance) + n.eps)};
+}
+
+/// What there is of whole pairs of registers in a row of bf16 with parameters of bf16; returns how many elements that is.
+static int64_t write_pairs(const NormForward& n, const uint16_t* x, uint16_t* y, const Statistics& found) {
+  const auto *weight = static_cast<const uint16_t*>(n.weight), *bias = static_cast<const uint16_t*>(n.bias);
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n.columns; i += 2 * kLanes) {
+    Bf16Pairs value = load_bf16_pairs(x + i);
+    value.even = (value.even - found.mean) * found.rstd, value.odd = (value.odd - found.mean) * found.rstd;
+    if (weight) {
+      const Bf16Pairs w = load_bf16_pairs(weight + i);
+      value.even *= w.even, value.odd *= w.odd;
+    }
+    if (bias) {
+      const Bf16Pairs b = load_bf16_pairs(bias + i);
+      value.even += b.even, value.odd += b.odd;
+    }
+    store_bf16_pairs(y + i, value);
+  }
+  return i;
+}
+
+template <NormType type, bool kWide>
+static void write_row(const NormForward& n, const Stored<type>* x, int64_t row, const Statistics& found) {
+  const Result<type, kWide> result{n.weight, n.bias, found.mean, found.rstd};
+  auto* y = static_cast<Stored<type>*>(n.y) + row * n.columns;
+  int64_t done = 0;
+  if constexpr (type == NormType::bf16 && !kWide) done = write_pairs(n, x, y, found);
+  for_each(done, n.columns, [&](int64_t i, int64_t count) { store_at<type>(y, i, result(load_at<type>(x, i, count), i, count), count); });
 }
 
 template <NormType type>
@@ -286,17 +340,19 @@ static void forward_row(const NormForward& n, int64_t row) {
     x = sum;
   }
   const Statistics found = find_statistics<type>(n, x);
-  const float mean = found.mean, rstd = found.rstd;
-  if (n.mean) n.mean[row] = mean;
-  if (n.rstd) n.rstd[row] = rstd;
-  const Result result{static_cast<const float*>(n.weight), static_cast<const float*>(n.bias), mean, rstd};
-  if (n.type == type && n.codes == NormCodes::none) {
-    auto* y = static_cast<Stored<type>*>(n.y) + row * n.columns;
-    for_each(n.columns, [&](int64_t i, int64_t count) { store_at<type>(y, i, result(load_at<type>(x, i, count), i, count), count); });
-    return;
+  if (n.mean) n.mean[row] = found.mean;
+  if (n.rstd) n.rstd[row] = found.rstd;
+  constexpr bool kHalf = type != NormType::f32;
+  const MixedRow mixed{n, x, found.mean, found.rstd};
+  if (n.codes != NormCodes::none) {
+    mixed.write_codes(row);
+  } else if (n.type == type && n.weight_type == NormType::f32) {
+    write_row<type, true>(n, x, row, found);
+  } else if (n.type == type && n.weight_type == type) {
+    write_row<type, !kHalf>(n, x, row, found);
+  } else {
+    mixed.write(row);
   }
-  const MixedRow mixed{n, x, result};
-  n.codes == NormCodes::none ? mixed.write(row) : mixed.write_codes(row);
 }
 
 template <NormType type>
@@ -312,20 +368,19 @@ void norm_forward_cpu(const NormForward& n, int64_t begin, int64_t end) {
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
 
-template <NormType type>
+template <NormType type, bool kWide>
 static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, float* sum_bias) {
   const auto* x = static_cast<const Stored<type>*>(n.x) + row * n.x_stride;
   const auto* grad = static_cast<const Stored<type>*>(n.grad) + row * n.grad_stride;
-  const auto* weight = static_cast<const float*>(n.weight);
   const Floats mean = spread(n.centered ? n.mean[row] : 0.0f), rstd = spread(n.rstd[row]);
   const auto scaled = [&](Floats value, int64_t i, int64_t count) {
-    return weight ? value * load_at<NormType::f32>(weight, i, count) : value;
+    return n.weight ? value * load_parameter<type, kWide>(n.weight, i, count) : value;
   };
   const auto unit = [&](int64_t i, int64_t count) { return (load_at<type>(x, i, count) - mean) * rstd; };
   Floats slope = zeros(), level = zeros();
   if (n.grad_x) {
     Sums products, sums;
-    for_each_sum(n.columns, [&](int64_t i, int64_t count, int k) {
+    for_each_sum(0, n.columns, [&](int64_t i, int64_t count, int k) {
       const Floats value = scaled(load_at<type>(grad, i, count), i, count);
       products.at[k] += value * unit(i, count);
       sums.at[k] += value;
@@ -348,7 +403,7 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
   });
 }
 
-template <NormType type>
+template <NormType type, bool kWide>
 static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
   for (int64_t part = begin; part < end; ++part) {
     float* sum_weight = n.grad_weight ? n.partial + part * n.columns : nullptr;
@@ -356,30 +411,38 @@ static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
     if (sum_weight) memset(sum_weight, 0, static_cast<size_t>(n.columns) * 4);
     if (sum_bias) memset(sum_bias, 0, static_cast<size_t>(n.columns) * 4);
     const int64_t last = n.rows * (part + 1) / n.partial_rows;
-    for (int64_t row = n.rows * part / n.partial_rows; row < last; ++row) backward_row<type>(n, row, sum_weight, sum_bias);
+    for (int64_t row = n.rows * part / n.partial_rows; row < last; ++row) backward_row<type, kWide>(n, row, sum_weight, sum_bias);
   }
 }
 
-void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
-  n.type == NormType::f32   ? backward_parts<NormType::f32>(n, begin, end)
-  : n.type == NormType::f16 ? backward_parts<NormType::f16>(n, begin, end)
-                            : backward_parts<NormType::bf16>(n, begin, end);
+template <NormType type>
+static void backward_of(const NormBackward& n, int64_t begin, int64_t end) {
+  n.weight_type == NormType::f32 ? backward_parts<type, true>(n, begin, end) : backward_parts<type, false>(n, begin, end);
 }
 
-static void reduce(const float* partial, int64_t parts, int64_t columns, float* out, int64_t begin, int64_t end) {
-  memset(out + begin, 0, static_cast<size_t>(end - begin) * 4);
-  for (int64_t part = 0; part < parts; ++part) {
-    const float* from = partial + part * columns;
-    for (int64_t i = begin; i < end; ++i) out[i] += from[i];
+void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
+  n.type == NormType::f32   ? backward_parts<NormType::f32, true>(n, begin, end)
+  : n.type == NormType::f16 ? backward_of<NormType::f16>(n, begin, end)
+                            : backward_of<NormType::bf16>(n, begin, end);
+}
+
+/// Columns [begin, end) of the sums' sum.
+static void reduce(const float* partial, const NormBackward& n, void* out, NormType type, int64_t begin, int64_t end) {
+  float sum[kBlock];
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = least(end - at, kBlock);
+    memset(sum, 0, sizeof sum);
+    for (int64_t part = 0; part < n.partial_rows; ++part) {
+      const float* from = partial + part * n.columns + at;
+      for (int64_t i = 0; i < count; ++i) sum[i] += from[i];
+    }
+    narrow(sum, out, at, count, type);
   }
 }
 
 void norm_reduce_cpu(const NormBackward& n, int64_t begin, int64_t end) {
-  if (n.grad_weight) reduce(n.partial, n.partial_rows, n.columns, static_cast<float*>(n.grad_weight), begin, end);
-  if (n.grad_bias) {
-    const float* partial = n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0);
-    reduce(partial, n.partial_rows, n.columns, static_cast<float*>(n.grad_bias), begin, end);
-  }
+  if (n.grad_weight) reduce(n.partial, n, n.grad_weight, n.weight_type, begin, end);
+  if (n.grad_bias) reduce(n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0), n, n.grad_bias, n.bias_type, begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -9,7 +9,6 @@ namespace {
 
 using norm::Forward;
 
-constexpr int64_t kLongLayer = 1024;
 constexpr int64_t kBusy = 100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
 
 /// Whether all that a vector of the row's type goes with is aligned.
@@ -23,16 +22,45 @@ bool has_vectors(const NormForward& a, int64_t vector) {
 }
 
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
-const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, norm::kItems>),
-                                FLEXOPS_NORM_KERNEL(forward_held<f16, false, norm::kItems>),
-                                FLEXOPS_NORM_KERNEL(forward_held<bf16, false, norm::kItems>)};
-// The plain ones that are worth their building: null where there is none.
-const void* const kPlain[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, norm::kItems>), nullptr,
-                               FLEXOPS_NORM_KERNEL(forward_held<bf16, true, norm::kItems>)};
-const void* const kPlainMany[3] = {nullptr, FLEXOPS_NORM_KERNEL(forward_held<f16, true, norm::kManyItems>),
-                                   FLEXOPS_NORM_KERNEL(forward_held<bf16, true, norm::kManyItems>)};
+#define FLEXOPS_NORM_HELD(...)                                                                                 \
+  {FLEXOPS_NORM_KERNEL(forward_held<float, __VA_ARGS__>), FLEXOPS_NORM_KERNEL(forward_held<f16, __VA_ARGS__>), \
+   FLEXOPS_NORM_KERNEL(forward_held<bf16, __VA_ARGS__>)}
+const void* const kFew[3] = FLEXOPS_NORM_HELD(false, norm::kFewItems);
+const void* const kMany[3] = FLEXOPS_NORM_HELD(false, norm::kManyItems);
+const void* const kAdding[3] = FLEXOPS_NORM_HELD(true, norm::kItems);
+const void* const kLayer[3] = {nullptr, FLEXOPS_NORM_KERNEL(forward_layer<f16>), FLEXOPS_NORM_KERNEL(forward_layer<bf16>)};
+const void* const kCodes[3] = {FLEXOPS_NORM_KERNEL(forward_codes<float>), FLEXOPS_NORM_KERNEL(forward_codes<f16>),
+                               FLEXOPS_NORM_KERNEL(forward_codes<bf16>)};
 const void* const kRows[3] = {FLEXOPS_NORM_KERNEL(forward_rows<float>), FLEXOPS_NORM_KERNEL(forward_rows<norm::Half>),
                               FLEXOPS_NORM_KERNEL(forward_rows<norm::Any>)};
+
+/// A kernel, how many vectors of a row its threads hold, how many rows its groups take, and how many threads they have at most.
+struct Way {
+  const void* kernel;
+  int64_t items, together = 1;
+  int most = norm::kHeldThreads;
+};
+
+bool has_few_rows(const Forward& p, int64_t items) { return p.rows * ((p.vectors + items - 1) / items) < kBusy; }
+
+Way choose(const Forward& p, const NormForward& a, bool vectors) {
+  const auto type = static_cast<int>(a.row_type);
+  const bool codes = a.codes != NormCodes::none, halves = a.row_type != NormType::f32;
+  const auto fits = [&](int64_t items) { return vectors && a.type == a.row_type && p.vectors <= items * norm::kHeldThreads; };
+  if (codes && p.same && fits(norm::kManyItems)) {
+    // Short rows are read better by more lanes.
+    return {kCodes[type], p.vectors > norm::kItems * norm::kNarrowWarp ? norm::kManyItems : norm::kItems};
+  }
+  if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], norm::kItems};
+  if (!codes && !a.residual) {
+    const bool layer = halves && a.centered;
+    if (p.same && !layer && fits(norm::kFewItems)) return {kFew[type], norm::kFewItems};
+    if (p.same && layer && fits(norm::kItems) && !has_few_rows(p, norm::kItems)) return {kLayer[type], norm::kItems, norm::kTogether};
+    if (fits(norm::kManyItems)) return {kMany[type], norm::kManyItems};
+  }
+  if (!vectors) return {kRows[2], norm::kRowsItems<norm::Any>, 1, norm::kMostThreads};
+  return {kRows[halves], norm::kRowsItems<bf16>, 1, norm::kMostThreads};
+}
 
 }  // namespace
 
@@ -48,25 +76,13 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = static_cast<norm::Type>(a.type), p.row_type = static_cast<norm::Type>(a.row_type);
   p.weight_type = static_cast<norm::Type>(a.weight_type), p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
-  const auto type = static_cast<int>(a.row_type);
+  p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
+  p.same = a.weight != nullptr && a.weight_type == a.type;
+  const Way way = choose(p, a, vectors);
   // With few rows, each gets more threads than it needs.
-  const auto share = [&](int64_t items, int most) {
-    const int64_t held = (p.vectors + items - 1) / items;
-    p.lanes = norm::lanes_for(p.rows * held < kBusy ? p.vectors : held, most);
-    return p.vectors <= p.lanes * items;
-  };
-  const bool plain = a.residual == nullptr && a.codes == NormCodes::none;
-  // Layer norm's two reductions go faster with fewer threads a row.
-  const bool many = plain && a.centered && a.columns >= kLongLayer && kPlainMany[type];
-  const void* kernel;
-  if (vectors && a.type == a.row_type && share(many ? norm::kManyItems : norm::kItems, norm::kHeldThreads)) {
-    kernel = many ? kPlainMany[type] : plain && kPlain[type] ? kPlain[type] : kAdding[type];
-  } else {
-    share(vectors ? norm::kRowsItems<bf16> : norm::kRowsItems<norm::Any>, norm::kMostThreads);
-    kernel = kRows[!vectors ? 2 : a.row_type == NormType::f32 ? 0 : 1];
-  }
-  const norm::Grid grid(p.lanes, a.rows);
-  norm::launch(kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, 0, stream);
+  p.lanes = norm::lanes_for(has_few_rows(p, way.items) ? p.vectors : (p.vectors + way.items - 1) / way.items, way.most);
+  const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
+  norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, 0, stream);
   return norm::last_error();
 }
 

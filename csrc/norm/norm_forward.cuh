@@ -18,30 +18,54 @@ struct Forward {
   Type type, row_type, weight_type;
   Codes codes;
   bool centered;
+  bool same;     // there is a weight, and it and the bias are of the row's type
+  bool lasting;  // the second-level cache is asked to keep what is read
+  u32 nothing;   // 0: see forget()
 };
 
-constexpr int kItems = 4, kManyItems = 8;  // forward_held: vectors of a row that a thread has
+constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
+constexpr int kTogether = 2;                              // forward_layer: rows of a group
 template <typename T>
-constexpr int kRowsItems = kVector<T> == 1 ? 4 : FLEXOPS_NORM_ROWS_ITEMS;  // forward_rows: those that it holds
+constexpr int kRowsItems = kVector<T> == 1 ? 4 : 2;  // forward_rows: those that it holds
 
-/// Neighbouring codes, in as few words as they fill.
+/// Neighbouring codes, in as few words as they fill, of numbers that lie within what C can tell.
 template <typename C, int N>
 FLEXOPS_DEVICE void store_codes(const float (&value)[N], float inverse, u8* to) {
-  float scaled[N];
+  float v[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) scaled[i] = __fmul_rn(value[i], inverse);
+  for (int i = 0; i < N; ++i) v[i] = __fmul_rn(value[i], inverse);
   if constexpr (N == 1) {
-    *to = bit_cast<u8>(from_float<C>(scaled[0]));
+    *to = bit_cast<u8>(from_float<C>(v[0]));
   } else {
     Vec<u32, N / 4> words;
 #pragma unroll
-    for (int i = 0; i < N; i += 4) words.at[i / 4] = pack4<C>(scaled[i], scaled[i + 1], scaled[i + 2], scaled[i + 3]);
+    for (int i = 0; i < N; i += 4)
+      words.at[i / 4] = sizeof(C) == 1 && kLargest<C> == 127.0f ? pack4_within(v[i], v[i + 1], v[i + 2], v[i + 3])
+                                                                : pack4<C>(v[i], v[i + 1], v[i + 2], v[i + 3]);
     store<Cache::streaming>(reinterpret_cast<Vec<u32, N / 4>*>(to), words);
   }
+}
+/// The greater of a, which is not negative, and |b|; NaN if either is.
+FLEXOPS_DEVICE float greater_magnitude(float a, float b) {
+#if FLEXOPS_HAS_MIN2
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(fabsf(b)));
+  return out;
+#else
+  const u32 left = bit_cast<u32>(a), right = bit_cast<u32>(b) & 0x7fffffffu;  // NaN is above infinity
+  return bit_cast<float>(left < right ? right : left);
+#endif
 }
 
 struct MaxBits {
   FLEXOPS_DEVICE u32 operator()(u32 a, u32 b) const { return a < b ? b : a; }
+};
+/// Of a float's bits in the low word, and what MaxBits takes in the high one.
+struct SumAndLargest {
+  FLEXOPS_DEVICE u64 operator()(u64 a, u64 b) const {
+    const float sum = bit_cast<float>(static_cast<u32>(a)) + bit_cast<float>(static_cast<u32>(b));
+    return u64(MaxBits{}(static_cast<u32>(a >> 32), static_cast<u32>(b >> 32))) << 32 | bit_cast<u32>(sum);
+  }
 };
 
 /// A row's scale, found from the largest of its absolute values' bits, among which NaN is above infinity.
@@ -145,7 +169,7 @@ struct Row {
     float total[1] = {0.0f};
     if (p.centered) {
       for_each([&](int, const float (&v)[V]) { total[0] += sum_of(v); });
-      forget(held);
+      forget<T>(held, p.nothing);
       group_reduce<true>(total, Sum{}, g, shared[0]);
       mean = total[0] * p.inverse;
       total[0] = 0.0f;
@@ -156,7 +180,7 @@ struct Row {
       for (int i = 0; i < V; ++i) squares[i] = (v[i] - mean) * (v[i] - mean);
       total[0] += sum_of(squares);
     });
-    forget(held);
+    forget<T>(held, p.nothing);
     group_reduce<true>(total, Sum{}, g, shared[1]);
     rstd = reciprocal_root(total[0] * p.inverse + p.eps);
     if (g.lane == 0 && row < p.rows) {
@@ -202,7 +226,7 @@ struct Row {
   FLEXOPS_DEVICE void finish_codes(Partial<u32, 1>& shared) {
     u32 largest[1] = {0};
     for_each_result([&](int, const float (&v)[V]) { find_largest(largest[0], v); });
-    forget(held);
+    forget<T>(held, p.nothing);
     group_reduce<true>(largest, MaxBits{}, g, shared);
     const Coding coding(largest[0], p.codes);
     if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
@@ -215,7 +239,7 @@ template <typename T>
 __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_CONSTANT Forward p) {
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
-  const Group g(p.lanes);
+  const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count() + g.index;
   Row<T> r{p, g, row, row < p.rows ? p.vectors : 0, {}, 0.0f, 0.0f};
   r.fill();
@@ -227,63 +251,108 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
   }
 }
 
-/// The same where everything but the parameters is of T and registers hold whole rows. kPlain is without a residual and codes: with fewer
-/// registers, more rows are on their way.
-template <typename T, bool kPlain, int kHeld>
-__global__ void __launch_bounds__(kHeldThreads, kPlain ? FLEXOPS_NORM_PLAIN_BLOCKS : FLEXOPS_NORM_HELD_BLOCKS)
-    forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>;
-  __shared__ Partial<float, 1> shared[2];
-  const Group g(p.lanes);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
-  const int count = row < p.rows ? p.vectors : 0;
-  const auto at = [&](int k) { return g.lane + k * g.lanes; };
-  const auto fetch = [&](Raw<T>(&to)[kHeld], const void* from) {
+/// Vectors first, first + step, ... of a row; zeros for those that it has not.
+template <typename T, int N>
+FLEXOPS_DEVICE void read_row(Raw<T> (&raw)[N], const void* from, i64 begin, int first, int step, int count, const Lasting& lasting) {
+  const auto* vectors = reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + begin);
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      to[k] = Raw<T>{};
-      if (at(k) < count) to[k] = read<T, Cache::constant>(from, at(k) * V, p.type);
-    }
-  };
-  Raw<T> raw[kHeld];
-  {
-    const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      raw[k] = Raw<T>{};
-      if (at(k) < count) raw[k] = read<T, kLoad>(from, at(k) * V, p.type);
-    }
+  for (int k = 0; k < N; ++k) {
+    raw[k] = Raw<T>{};
+    if (first + k * step < count) raw[k] = load_lasting(vectors + (first + k * step), lasting);
   }
-  if (!kPlain && p.residual) {
-    const T* from = static_cast<const T*>(p.residual) + row * p.residual_stride;
-    T* to = static_cast<T*>(p.new_residual) + row * p.columns;
-    Raw<T> residual[kHeld];
+}
+
+/// Adds the residual to a thread's vectors of a row, rounds, and writes the sums. A few at a time, because registers are dear.
+template <typename T, int N>
+FLEXOPS_DEVICE void add_residual(Raw<T> (&raw)[N], const Forward& p, const Group& g, i64 row, int count, const Lasting& lasting) {
+  constexpr int V = kVector<T>, kBatch = N == kManyItems ? 2 : 4;
+  T* to = static_cast<T*>(p.new_residual) + row * p.columns;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      residual[k] = Raw<T>{};
-      if (at(k) < count) residual[k] = read<T, kLoad>(from, at(k) * V, p.type);
-    }
+  for (int begin = 0; begin < N; begin += kBatch) {
+    Raw<T> residual[kBatch];
+    read_row<T>(residual, p.residual, row * p.residual_stride, g.lane + begin * g.lanes, g.lanes, count, lasting);
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kBatch; ++k) {
       float x[V], r[V];
-      widen<T>(x, raw[k], p.type);
+      widen<T>(x, raw[begin + k], p.type);
       widen<T>(r, residual[k], p.type);
 #pragma unroll
       for (int i = 0; i < V; ++i) x[i] += r[i];
-      raw[k] = narrow<T>(x, p.type);
-      if (at(k) < count) write<T>(to, at(k) * V, raw[k], p.type);
+      raw[begin + k] = narrow<T>(x, p.type);
+      const int at = g.lane + (begin + k) * g.lanes;
+      if (at < count) write<T>(to, at * V, raw[begin + k], p.type);
     }
   }
+}
 
+/// kSame: there is a weight, and it and the bias are of T: no branches keep them from being read ahead.
+template <typename T, bool kMayCenter, bool kSame, int N>
+FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T> (&raw)[N], i64 row, int count, float mean, float rstd) {
+  constexpr int V = kVector<T>;
+  T* to = static_cast<T*>(p.y) + row * p.columns;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const int at = g.lane + k * g.lanes;
+    if (at >= count) continue;
+    float v[V], w[V], b[V];
+    widen<T>(v, raw[k], p.type);
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
+    if constexpr (kSame) {
+      Raw<T> bias = {};
+      if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
+      widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
+      widen<T>(b, bias, p.type);
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
+    } else {
+      if (p.weight) {
+        load_floats<Cache::constant>(w, p.weight, at * V, p.weight_type);
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] *= w[i];
+      }
+      if (p.bias) {
+        load_floats<Cache::constant>(b, p.bias, at * V, p.weight_type);
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] += b[i];
+      }
+    }
+    write<T>(to, at * V, narrow<T>(v, p.type), p.type);
+  }
+}
+
+/// What is tuned: few registers let many rows be on their way.
+template <typename T, bool kAdding, int kHeld>
+struct Held {
+  static constexpr int kBlocks = kHeld == kFewItems ? 4 : 2;
+  static constexpr bool kMayCenter = kHeld != kFewItems || kVector<T> == 4;
+};
+
+/// The same as forward_rows, without codes, where everything but the parameters is of T and registers hold whole rows. kAdding: with a
+/// residual. kFewItems: only with a weight of T, and no layer norm of 16-bit rows.
+template <typename T, bool kAdding, int kHeld>
+__global__ void __launch_bounds__(kHeldThreads, (Held<T, kAdding, kHeld>::kBlocks)) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
+  constexpr int V = kVector<T>;
+  __shared__ Partial<float, 1> shared[2];
+  const Group g(p.lanes, true);
+  const Lasting lasting(p.lasting);
+  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const int count = row < p.rows ? p.vectors : 0;
+  Raw<T> raw[kHeld];
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
+  if constexpr (kAdding) add_residual<T>(raw, p, g, row, count, lasting);
+
+  constexpr bool kMayCenter = Held<T, kAdding, kHeld>::kMayCenter;
+  const bool centered = kMayCenter && p.centered;
   float mean = 0.0f, total[1] = {0.0f};
-  if (p.centered) {
+  if (centered) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       float v[V];
       widen<T>(v, raw[k], p.type);
       total[0] += sum_of(v);
     }
-    forget(raw);
+    forget<T>(raw, p.nothing);
     group_reduce<true>(total, Sum{}, g, shared[0]);
     mean = total[0] * p.inverse;
     total[0] = 0.0f;
@@ -292,13 +361,13 @@ __global__ void __launch_bounds__(kHeldThreads, kPlain ? FLEXOPS_NORM_PLAIN_BLOC
   for (int k = 0; k < kHeld; ++k) {
     float v[V];
     widen<T>(v, raw[k], p.type);
-    if (at(k) < count) {
+    if (g.lane + k * g.lanes < count) {
 #pragma unroll
       for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * (v[i] - mean);
       total[0] += sum_of(v);
     }
   }
-  forget(raw);
+  forget<T>(raw, p.nothing);
   group_reduce<true>(total, Sum{}, g, shared[1]);
   const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
   if (g.lane == 0 && row < p.rows) {
@@ -306,64 +375,222 @@ __global__ void __launch_bounds__(kHeldThreads, kPlain ? FLEXOPS_NORM_PLAIN_BLOC
     if (p.rstd) p.rstd[row] = rstd;
   }
 
-  // Weights of T, as they mostly are, are all fetched before the first is used.
-  const bool same = kPlain && kHeld == kItems && p.weight_type == Traits<T>::kType;
-  Raw<T> weight[kHeld];
-  if (same && p.weight) fetch(weight, p.weight);
-  const auto result = [&](float (&v)[V], int k) {
-    float w[V], b[V];
-    widen<T>(v, raw[k], p.type);
+  if constexpr (kHeld == kFewItems) {
+    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
+  } else if (!kAdding && p.same) {
+    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
+  } else {
+    write_results<T, kMayCenter, false>(p, g, raw, row, count, mean, rstd);
+  }
+}
+
+/// A part of a row: how many elements, their sum, and the sum of squares of what they are off their mean.
+struct Spread {
+  float count, sum, squares;
+  FLEXOPS_DEVICE float mean() const { return count > 0.0f ? sum / count : 0.0f; }
+  /// The squares, had they been taken off another mean.
+  FLEXOPS_DEVICE float squares_off(float other) const {
+    return count > 0.0f ? squares + count * (mean() - other) * (mean() - other) : 0.0f;
+  }
+};
+
+template <int N>
+FLEXOPS_DEVICE void warp_sum(float (&value)[N], int lanes) {
+  for (int mask = (lanes < kNarrowWarp ? lanes : kNarrowWarp) / 2; mask > 0; mask /= 2) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
-    if (p.weight) {
-      if (same) {
-        widen<T>(w, weight[k], p.type);
-      } else {
-        load_floats<Cache::constant>(w, p.weight, at(k) * V, p.weight_type);
-      }
+    for (int i = 0; i < N; ++i) value[i] += shuffle_xor(value[i], mask, kNarrowWarp);
+  }
+}
+
+/// Layer norm of 16-bit rows, with a weight of T, two for each group of threads. Here arithmetic decides as much as memory does. A thread
+/// takes the squares off its first element (as far as that may be from the mean, it is part of the row's variance, so little is lost),
+/// warps and groups put together what their parts have: so there is one pass, one barrier, and one look at the parameters for both rows.
+template <typename T>
+__global__ void __launch_bounds__(kHeldThreads, 2) forward_layer(const FLEXOPS_GRID_CONSTANT Forward p) {
+  constexpr int V = kVector<T>, R = kTogether, kHeld = kItems;
+  __shared__ float shared[R][2][kNarrowWarp];
+  const Group g(p.lanes, true);
+  const Lasting lasting(p.lasting);
+  const i64 row = (i64(blockIdx.x) * g.count() + g.index) * R;
+  Raw<T> raw[R][kHeld];
 #pragma unroll
-      for (int i = 0; i < V; ++i) v[i] *= w[i];
+  for (int r = 0; r < R; ++r) read_row<T>(raw[r], p.x, (row + r) * p.x_stride, g.lane, g.lanes, row + r < p.rows ? p.vectors : 0, lasting);
+
+  // Vectors that lanes [first, first + lanes) have of a row.
+  const auto vectors_of = [&](int first, int lanes) {
+    int vectors = 0;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int left = p.vectors - (first + k * g.lanes);
+      vectors += left < 0 ? 0 : left < lanes ? left : lanes;
     }
-    if (p.bias) {
-      if (same) {
-        widen<T>(b, read<T, Cache::constant>(p.bias, at(k) * V, p.type), p.type);
-      } else {
-        load_floats<Cache::constant>(b, p.bias, at(k) * V, p.weight_type);
-      }
-#pragma unroll
-      for (int i = 0; i < V; ++i) v[i] += b[i];
-    }
+    return static_cast<float>(vectors * V);
   };
-  if (kPlain || p.codes == kNoCodes) {
-    T* to = static_cast<T*>(p.y) + row * p.columns;
+  Spread part[R];
+  float sum[R], squares[R], mean[R], rstd[R];
+  const float own = vectors_of(g.lane, 1);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    float first = 0.0f, total = 0.0f, total_squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (at(k) < count) {
-        float v[V];
-        result(v, k);
-        write<T>(to, at(k) * V, narrow<T>(v, p.type), p.type);
+      float v[V];
+      widen<T>(v, raw[r][k], p.type);
+      if (k == 0) first = v[0];
+      if (g.lane + k * g.lanes < p.vectors) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] -= first;
+        total += sum_of(v);
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] *= v[i];
+        total_squares += sum_of(v);
       }
     }
-  } else if constexpr (!kPlain) {
-    __shared__ Partial<u32, 1> shared_codes;
-    float v[kHeld][V];
-    u32 largest[1] = {0};
+    forget<T>(raw[r], p.nothing);
+    const float off = own > 0.0f ? total / own : 0.0f;
+    part[r] = {own, total + own * first, total_squares < infinity() ? total_squares - total * off : total_squares};
+    sum[r] = part[r].sum;
+  }
+  const int warp = g.lane / kNarrowWarp, lane = g.lane % kNarrowWarp, warps = g.lanes / kNarrowWarp;
+  const float shared_count = g.wide ? vectors_of(warp * kNarrowWarp, kNarrowWarp) : static_cast<float>(p.columns);
+  warp_sum(sum, g.lanes);
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      if (at(k) < count) {
-        result(v[k], k);
-        find_largest(largest[0], v[k]);
-      }
+  for (int r = 0; r < R; ++r) squares[r] = part[r].squares_off(Spread{shared_count, sum[r], 0.0f}.mean());
+  warp_sum(squares, g.lanes);
+  if (g.wide) {
+    if (lane == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) shared[r][0][warp] = sum[r], shared[r][1][warp] = squares[r];
     }
-    group_reduce<true>(largest, MaxBits{}, g, shared_codes);
-    const Coding coding(largest[0], p.codes);
-    if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
-    u8* to = static_cast<u8*>(p.y) + row * p.columns;
+    __syncthreads();
+    const float count = lane < warps ? vectors_of(lane * kNarrowWarp, kNarrowWarp) : 0.0f;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      if (at(k) < count) coding.write(v[k], to + at(k) * V, p.codes);
+    for (int r = 0; r < R; ++r) {
+      part[r] = {count, lane < warps ? shared[r][0][lane] : 0.0f, lane < warps ? shared[r][1][lane] : 0.0f};
+      sum[r] = part[r].sum;
+    }
+    warp_sum(sum, kNarrowWarp);
+#pragma unroll
+    for (int r = 0; r < R; ++r) squares[r] = part[r].squares_off(sum[r] * p.inverse);
+    warp_sum(squares, kNarrowWarp);
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    mean[r] = sum[r] * p.inverse;
+    rstd[r] = reciprocal_root(squares[r] * p.inverse + p.eps);
+    if (g.lane == 0 && row + r < p.rows) {
+      if (p.mean) p.mean[row + r] = mean[r];
+      if (p.rstd) p.rstd[row + r] = rstd[r];
     }
   }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int at = g.lane + k * g.lanes;
+    if (at >= p.vectors) continue;
+    float w[V], b[V];
+    Raw<T> bias = {};
+    if (p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
+    widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
+    widen<T>(b, bias, p.type);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float v[V];
+      widen<T>(v, raw[r][k], p.type);
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] = fmaf(fmaf(v[i], rstd[r], -mean[r] * rstd[r]), w[i], b[i]);
+      if (row + r < p.rows) write<T>(static_cast<T*>(p.y) + (row + r) * p.columns, at * V, narrow<T>(v, p.type), p.type);
+    }
+  }
+}
+
+/// Calls f(x, x * weight, vector) for each vector in registers. The weight is of T.
+template <typename T, int N, typename F>
+FLEXOPS_DEVICE void for_each_product(const Forward& p, const Group& g, Raw<T> (&raw)[N], int count, const F& f) {
+  constexpr int V = kVector<T>;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const int at = g.lane + k * g.lanes;
+    if (at >= count) continue;
+    float x[V], v[V];
+    widen<T>(x, raw[k], p.type);
+    widen<T>(v, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] *= x[i];
+    f(x, v, at);
+  }
+  forget<T>(raw, p.nothing);
+}
+
+/// Calls f(x * rstd * weight, vector) for each vector of a row, which is read again, to spare registers.
+template <typename T, typename F>
+FLEXOPS_DEVICE void for_each_result(const Forward& p, const Group& g, i64 row, int count, float rstd, const F& f) {
+  constexpr int V = kVector<T>;
+  const T* from = p.residual ? static_cast<const T*>(p.new_residual) + row * p.columns : static_cast<const T*>(p.x) + row * p.x_stride;
+#pragma unroll 1
+  for (int i = g.lane; i < count; i += g.lanes) {
+    float v[V], w[V];
+    widen<T>(v, read<T, Cache::normal>(from, i * V, p.type), p.type);
+    widen<T>(w, read<T, Cache::constant>(p.weight, i * V, p.type), p.type);
+#pragma unroll
+    for (int e = 0; e < V; ++e) v[e] = v[e] * rstd * w[e];
+    f(v, i);
+  }
+}
+
+/// RMS norm's codes, where all is of T, with a weight, and registers hold whole rows. The largest |x * weight| is found together with
+/// the sum of squares, and rstd times that is the largest result; unless it came near the ends of what a float can tell, and is looked for
+/// anew.
+template <typename T>
+__global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_GRID_CONSTANT Forward p) {
+  constexpr int V = kVector<T>, kHeld = kManyItems;
+  constexpr u32 kLeastUsual = 0x1f800000u, kMostUsual = 0x5f800000u;  // 2^-64, 2^64
+  __shared__ Partial<u64, 1> shared;
+  __shared__ Partial<u32, 1> shared_largest;
+  const Group g(p.lanes, true);
+  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const int count = row < p.rows ? p.vectors : 0;
+  const Lasting lasting(false);  // keeping it does not pay where less is written than read
+  Raw<T> raw[kHeld];
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
+  if (p.residual) add_residual<T>(raw, p, g, row, count, lasting);
+
+  float total = 0.0f, most = 0.0f;
+  for_each_product<T>(p, g, raw, count, [&](float (&x)[V], const float (&v)[V], int) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) most = greater_magnitude(most, v[i]), x[i] *= x[i];
+    total += sum_of(x);
+  });
+  u32 largest[1] = {bit_cast<u32>(most)};
+  u64 both[1] = {u64(largest[0]) << 32 | bit_cast<u32>(total)};
+  group_reduce<true>(both, SumAndLargest{}, g, shared);
+  const float rstd = reciprocal_root(bit_cast<float>(static_cast<u32>(both[0])) * p.inverse + p.eps);
+  largest[0] = static_cast<u32>(both[0] >> 32);
+  u8* to = static_cast<u8*>(p.y) + row * p.columns;
+  const auto publish = [&](const Coding& coding) {
+    if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
+  };
+  // All lanes of a warp take the same way, because they meet again in group_reduce.
+  u32 unusual = largest[0] < kLeastUsual || largest[0] > kMostUsual;
+  for (int mask = kNarrowWarp / 2; mask > 0 && !g.wide; mask /= 2) unusual |= shuffle_xor(unusual, mask, kNarrowWarp);
+  if (!unusual) {
+    const Coding coding(bit_cast<u32>(bit_cast<float>(largest[0]) * rstd), p.codes);
+    publish(coding);
+    const float factor = rstd * coding.inverse;
+    if (p.codes == kInt8) {
+      for_each_product<T>(p, g, raw, count,
+                          [&](const float (&)[V], const float (&v)[V], int i) { store_codes<i8>(v, factor, to + i * V); });
+    } else {
+      for_each_product<T>(p, g, raw, count,
+                          [&](const float (&)[V], const float (&v)[V], int i) { store_codes<e4m3>(v, factor, to + i * V); });
+    }
+    return;
+  }
+  largest[0] = 0;
+  for_each_result<T>(p, g, row, count, rstd, [&](const float (&v)[V], int) { find_largest(largest[0], v); });
+  group_reduce<true>(largest, MaxBits{}, g, shared_largest);
+  const Coding coding(largest[0], p.codes);
+  publish(coding);
+  for_each_result<T>(p, g, row, count, rstd, [&](float (&v)[V], int i) { coding.write(v, to + i * V, p.codes); });
 }
 
 }  // namespace flexops::norm

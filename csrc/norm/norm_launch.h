@@ -8,6 +8,9 @@ namespace flexops::norm {
 
 inline int size_of(NormType type) { return type == NormType::f32 ? 4 : 2; }
 
+/// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
+inline bool is_large(int64_t elements, NormType type) { return elements * size_of(type) >= int64_t{1} << 24; }
+
 inline bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uint64_t>(bytes) == 0;
 }

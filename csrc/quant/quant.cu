@@ -12,12 +12,12 @@ namespace {
 using quant::Params;
 
 constexpr int64_t kLongGroup = 4096;  // a block works on each, where neighbouring lanes would not have neighbouring columns
-constexpr int64_t kDivisible = int64_t{1} << 32;
+constexpr int64_t kDivisible = int64_t{1} << 31;
 constexpr int64_t kUnlimited = int64_t{1} << 30;
 
 int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
 
-bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+bool aligned(const void* pointer, uintptr_t bytes = 16) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 int log2_of(int64_t value) {
   int out = 0;
@@ -25,17 +25,21 @@ int log2_of(int64_t value) {
   return out;
 }
 
+/// For what is less than 2^31, whatever it is divided by.
+Divisor quick(int64_t by) { return make_divisor(by < kDivisible ? by : kDivisible); }
+
 Params make_params(const void* in, void* out, const void* scales, const QuantLayout& l) {
   Params p;
   p.x = in, p.out = out, p.scales = const_cast<void*>(scales);
   p.outer = l.outer, p.length = l.length, p.inner = l.inner;
   p.outer_stride = l.outer_stride, p.length_stride = l.length_stride, p.inner_stride = l.inner_stride;
   p.groups = l.groups, p.group_size = l.group_size, p.group_bytes = l.group_bytes;
-  p.total = p.chunks = 0;
+  p.total = 0;
+  p.group_count = quick(l.groups), p.inner_count = p.chunks = p.parts = quick(l.inner);
   p.lanes = p.used = 1, p.log_lanes = 0;
   p.bits = l.bits, p.pair = l.symmetric ? 1 : 2;
   p.type = static_cast<quant::Type>(l.type), p.scale_type = static_cast<quant::Type>(l.scale_type);
-  p.flat = false;
+  p.flat = p.paired = false;
   return p;
 }
 
@@ -52,26 +56,41 @@ bool plan_rows(Params& p, const QuantLayout& l, const void* elements, int64_t mo
   return p.flat || p.total < kDivisible;
 }
 
-/// Groups across contiguous rows; `most` is how many rows a group may have.
-bool plan_columns(Params& p, const QuantLayout& l, const void* elements, int64_t most) {
+/// Groups across contiguous rows.
+bool across_vectors(const QuantLayout& l, const void* elements) {
   const int64_t vector = 16 / element_size(l.type);
-  if (l.inner == 1 || l.inner_stride != 1 || l.inner % vector || l.group_size > most) return false;
-  if (l.length_stride % vector || l.outer_stride % vector || !aligned(elements)) return false;
-  p.lanes = 1;
+  return l.inner != 1 && l.inner_stride == 1 && l.inner % vector == 0 && l.length_stride % vector == 0 && l.outer_stride % vector == 0 &&
+         aligned(elements);
+}
+
+bool plan_columns_to_quantize(Params& p, const QuantLayout& l, const void* elements) {
+  if (!across_vectors(l, elements) || l.group_size > quant::kColumnRows * quant::kColumnSlots) return false;
   while (p.lanes < quant::kColumnSlots && p.lanes * quant::kColumnRows < l.group_size) p.lanes *= 2;
   p.log_lanes = log2_of(p.lanes);
-  p.chunks = l.inner / vector;
-  p.total = l.outer * l.groups * p.chunks;
+  const int64_t chunks = l.inner / (16 / element_size(l.type));
+  p.chunks = quick(chunks);
+  p.total = l.outer * l.groups * chunks;
+  return p.total < kDivisible;
+}
+
+bool plan_columns_to_dequantize(Params& p, const QuantLayout& l, const void* elements) {
+  if (!across_vectors(l, elements)) return false;
+  const int64_t chunks = l.inner / (16 / element_size(l.type)), parts = (l.group_size + quant::kPartRows - 1) / quant::kPartRows;
+  p.chunks = quick(chunks), p.parts = quick(parts);
+  p.total = l.outer * l.groups * parts * chunks;
   return p.total < kDivisible;
 }
 
 /// A group is one lane's where neighbouring lanes have neighbouring columns; else as many share one as hold its elements.
-void plan_any(Params& p, const QuantLayout& l) {
+void plan_any(Params& p, const QuantLayout& l, const void* elements, const void* codes) {
   p.total = l.outer * l.groups * l.inner;
-  p.lanes = 1;
+  p.lanes = 1, p.log_lanes = 0;
   if (l.inner != 1) return;
+  p.paired = l.length_stride == 1 && l.group_size % 2 == 0 && (l.outer_stride % 2 == 0 || l.outer == 1) &&
+             aligned(elements, 2 * element_size(l.type)) && (l.bits == 4 || aligned(codes, 2));
   while (p.lanes < quant::kNarrowWarp && p.lanes * quant::kAnyHeld < l.group_size) p.lanes *= 2;
   if (l.group_size >= kLongGroup) p.lanes = quant::kAnyThreads;
+  p.log_lanes = log2_of(p.lanes);
 }
 
 /// A kernel for each QuantType. As pointers, because each <<<>>> costs build time.
@@ -104,10 +123,10 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
   Params p = make_params(x, packed, scales, layout);
   if (plan_rows(p, layout, x, quant::kNarrowWarp)) {
     launch(kRowQuantizers, p, quant::kRowThreads * quant::kVectors, quant::kRowThreads, stream);
-  } else if (plan_columns(p, layout, x, quant::kColumnRows * quant::kColumnSlots)) {
+  } else if (plan_columns_to_quantize(p, layout, x)) {
     launch(kColumnQuantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
-    plan_any(p, layout);
+    plan_any(p, layout, x, packed);
     launch(FLEXOPS_KERNEL(quantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
@@ -118,10 +137,10 @@ const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out
   Params p = make_params(packed, out, scales, layout);
   if (plan_rows(p, layout, out, kUnlimited)) {
     launch(kRowDequantizers, p, quant::kRowThreads * quant::kVectors, quant::kRowThreads, stream);
-  } else if (plan_columns(p, layout, out, kUnlimited)) {
-    launch(kColumnDequantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
+  } else if (plan_columns_to_dequantize(p, layout, out)) {
+    launch(kColumnDequantizers, p, quant::kPartThreads, quant::kPartThreads, stream);
   } else {
-    plan_any(p, layout);
+    plan_any(p, layout, out, packed);
     launch(FLEXOPS_KERNEL(dequantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();

@@ -3,17 +3,20 @@
 //
 // Memory decides: bf16 to 4 bits in groups of 64 reads 2 and writes 0.56 bytes an element. So each element is read once, 16 bytes at a
 // time, its group stays in registers, and a thread has several loads in flight. Results are marked as the first to be evicted; inputs are
-// not: among the lines that other kernels leave in the cache, lines so marked have little room, which costs 5 %. Three ways:
+// not: among the lines that other kernels leave in the cache, lines so marked have little room, which costs 5 %. Codes that are read bypass
+// the first-level cache: see common/once.cuh. Three ways:
 //   rows      groups along contiguous memory, of whole 16-byte vectors: 1 to 32 neighbouring lanes hold a group's;
-//   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes of up to 8 rows;
-//   any       the rest: 1 to 32 lanes or a whole block hold a group's elements one by one, or go over a long group twice.
+//   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes of a few rows;
+//   any       the rest: 1 to 32 lanes or a whole block hold a group's elements in pairs, or go over a long group twice.
 // Kernels that quantize are instantiated for each type of elements (one for both 16-bit types is 15 % slower along columns), those that
 // dequantize for each size. All else is uniform over the grid and told at run time: that costs next to nothing, and instantiations cost
 // build time.
 #pragma once
 
 #include "common/device.cuh"
+#include "common/divisor.cuh"
 #include "common/dtypes.cuh"
+#include "common/once.cuh"
 #include "common/vec.cuh"
 
 namespace flexops::quant {
@@ -31,7 +34,15 @@ namespace flexops::quant {
 #if !defined(FLEXOPS_QUANT_COLUMN_ROWS)
 #define FLEXOPS_QUANT_COLUMN_ROWS 16
 #endif
-
+#if !defined(FLEXOPS_QUANT_PART_THREADS)
+#define FLEXOPS_QUANT_PART_THREADS 128
+#endif
+#if !defined(FLEXOPS_QUANT_PART_ROWS)
+#define FLEXOPS_QUANT_PART_ROWS 8
+#endif
+#if !defined(FLEXOPS_QUANT_ANY_HELD)
+#define FLEXOPS_QUANT_ANY_HELD 16
+#endif
 #if !defined(FLEXOPS_QUANT_LOADS)
 #define FLEXOPS_QUANT_LOADS normal
 #endif
@@ -44,11 +55,13 @@ constexpr int kRowThreads = FLEXOPS_QUANT_THREADS;
 constexpr int kLogVectors = FLEXOPS_QUANT_LOG_VECTORS;
 constexpr int kVectors = 1 << kLogVectors;  // rows: vectors of a lane
 constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
-constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds
-constexpr int kColumnSlots = 128 / kColumnRows;         // columns: lanes that share a column's group, at most
+constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds to quantize
+constexpr int kColumnSlots = 128 / kColumnRows;         // lanes that share a column's group, at most
+constexpr int kPartThreads = FLEXOPS_QUANT_PART_THREADS;
+constexpr int kPartRows = FLEXOPS_QUANT_PART_ROWS;  // columns: rows that one lane dequantizes, an even number
 constexpr int kAnyThreads = 256;
-constexpr int kAnyHeld = 8;      // any: elements that a lane holds, in pairs
-constexpr int kNarrowWarp = 32;  // lanes that share a group; a wavefront of 64 holds two such
+constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;  // any: elements that a lane holds, in pairs
+constexpr int kNarrowWarp = 32;                   // lanes that share a group; a wavefront of 64 holds two such
 
 enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
 
@@ -60,14 +73,17 @@ struct Params {
   i64 outer, length, inner;
   i64 outer_stride, length_stride, inner_stride;
   i64 groups, group_size, group_bytes;
-  i64 total;             // vectors (rows; idle lanes' too), column chunks (columns), groups (any)
-  i64 chunks;            // columns: vectors in `inner`
-  int lanes, log_lanes;  // that share a group, a power of two (any: or a whole block)
-  int used;              // rows: vectors a group; what lanes there are beyond them idle
+  i64 total;                         // vectors (rows; idle lanes' too), a lane's parts of columns (columns), groups (any)
+  Divisor chunks;                    // columns: vectors in `inner`
+  Divisor parts;                     // columns, dequantizing: of kPartRows rows of a group
+  Divisor group_count, inner_count;  // `groups` and `inner`, to divide 31 bits by
+  int lanes, log_lanes;              // that share a group, a power of two (any: or a whole block)
+  int used;                          // rows: vectors a group; what lanes there are beyond them idle
   int bits;
   int pair;  // entries a group in scales: 2, or 1 if symmetric
   Type type, scale_type;
-  bool flat;  // rows: vector v is at 16 * v: no gaps, idle lanes and short groups. Else `total` fits 32 bits, for quick divisions
+  bool flat;    // rows: vector v is at 16 * v: no gaps, idle lanes and short groups. Else `total` fits 31 bits, for quick divisions
+  bool paired;  // any: two neighbours, and their codes, can be read and written at once
 };
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
@@ -153,11 +169,12 @@ FLEXOPS_DEVICE float round_to(float value, Type type) {
   return value;
 }
 
-/// Quotient and remainder; 32-bit division is several times faster.
-FLEXOPS_DEVICE i64 divide(i64 value, i64 by, i64& remainder) {
-  if (((value | by) >> 32) == 0) {
-    const u32 quotient = static_cast<u32>(value) / static_cast<u32>(by);
-    remainder = static_cast<u32>(value) - quotient * static_cast<u32>(by);
+/// Quotient and remainder. `quick` is of the same number: much faster, and for all but very large tensors.
+FLEXOPS_DEVICE i64 divide(i64 value, i64 by, const Divisor& quick, i64& remainder) {
+  if (value >> 31 == 0) {
+    u32 rest;
+    const u32 quotient = flexops::divide(static_cast<u32>(value), quick, rest);
+    remainder = rest;
     return quotient;
   }
   const i64 quotient = value / by;

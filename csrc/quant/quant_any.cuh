@@ -1,12 +1,14 @@
-// Groups of any size and place, element by element: 1 to 32 lanes or a whole block share a group. A lane holds pairs of neighbours, which
-// with 4 bits share a byte; of a group that is longer than what its lanes hold, elements are read twice.
+// Groups of any size and place, two neighbouring elements at a time, which with 4 bits share a byte: 1 to 32 lanes or a whole block share a
+// group. Of a group that is longer than what its lanes hold, elements are read twice.
 #pragma once
 
 #include "quant/quant_coding.cuh"
 
 namespace flexops::quant {
 
-/// A lane's part of a group: pairs 2 * lane, 2 * (lane + lanes), 2 * (lane + 2 * lanes), ..., of which it holds kAnyHeld / 2 a round.
+constexpr int kAnyPairs = kAnyHeld / 2;
+
+/// A lane's part of a group: pairs lane, lane + lanes, lane + 2 * lanes, ..., of which it holds kAnyPairs a round.
 struct Share {
   i64 line, column;  // outer * groups + group; in `inner`
   i64 element;       // index of the group's first, if its rows are `outer_stride` and `length_stride` apart
@@ -17,20 +19,17 @@ struct Share {
 
 FLEXOPS_DEVICE Share find_share(const Params& p, i64 outer_stride, i64 length_stride) {
   Share s;
-  i64 lane, outer, group;
-  const i64 index = divide(static_cast<i64>(blockIdx.x) * kAnyThreads + threadIdx.x, p.lanes, lane);
+  const i64 thread = static_cast<i64>(blockIdx.x) * kAnyThreads + threadIdx.x, index = thread >> p.log_lanes;
   s.inside = index < p.total;
-  s.line = divide(s.inside ? index : 0, p.inner, s.column);
-  outer = divide(s.line, p.groups, group);
-  const i64 begin = group * p.group_size, left = p.length - begin;
+  s.line = s.inside ? index : 0, s.column = 0;
+  if (p.inner != 1) s.line = divide(s.line, p.inner, p.inner_count, s.column);
+  i64 group;
+  const i64 outer = divide(s.line, p.groups, p.group_count, group), begin = group * p.group_size, left = p.length - begin;
   s.rows = left < p.group_size ? left : p.group_size;
   s.element = outer * outer_stride + begin * length_stride + s.column;
-  s.first = 2 * lane;
+  s.first = 2 * (thread & (p.lanes - 1));
   return s;
 }
-
-/// The rows of a lane's i-th element, counted from its first of this round.
-FLEXOPS_DEVICE int held_row(const Params& p, int i) { return i / 2 * 2 * p.lanes + i % 2; }
 
 /// How many rows there are from `first` on, of `rows`, as far as a round goes.
 FLEXOPS_DEVICE int rows_left(i64 rows, i64 first) {
@@ -39,23 +38,43 @@ FLEXOPS_DEVICE int rows_left(i64 rows, i64 first) {
   return left <= 0 ? 0 : left < kMost ? static_cast<int>(left) : kMost;
 }
 
-/// A lane's elements of a round. Instead of those that are not there, the group's first: it does not change the extremes.
+/// A round's pairs as they are stored. Instead of elements that are not there, others of the group: they do not change the extremes.
+template <typename Element>
+FLEXOPS_DEVICE void read_pairs(Vec<Element, 2> (&pair)[kAnyPairs], const Params& p, const Share& s, i64 first, int left) {
+  const auto* group = static_cast<const Element*>(p.x) + s.element;
+  const Element* at = group + first * p.length_stride;
+  const i64 next = p.length_stride, step = 2 * p.lanes * next;
+  if (p.paired) {
+#pragma unroll
+    for (int k = 0; k < kAnyPairs; ++k, at += step)
+      pair[k] = load<Cache::normal>(reinterpret_cast<const Vec<Element, 2>*>(2 * k * p.lanes < left ? at : group));
+#pragma unroll
+    for (int k = 0; k < kAnyPairs; ++k) {
+      if (2 * k * p.lanes + 1 >= left) pair[k].at[1] = pair[k].at[0];
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kAnyPairs; ++k, at += step) {
+      const int row = 2 * k * p.lanes;
+      pair[k].at[0] = *(row < left ? at : group);
+      pair[k].at[1] = *(row + 1 < left ? at + next : group);
+    }
+  }
+}
+
 FLEXOPS_DEVICE void read_held(float (&value)[kAnyHeld], const Params& p, const Share& s, i64 first) {
   const int left = rows_left(s.rows, first);
-  const i64 start = first * p.length_stride;
-  i64 at[kAnyHeld];
-#pragma unroll
-  for (int i = 0; i < kAnyHeld; ++i) {
-    const int row = held_row(p, i);
-    at[i] = s.element + (row < left ? start + row * p.length_stride : 0);
-  }
   if (p.type == kF32) {
+    Vec<u32, 2> pair[kAnyPairs];
+    read_pairs(pair, p, s, first, left);
 #pragma unroll
-    for (int i = 0; i < kAnyHeld; ++i) value[i] = static_cast<const float*>(p.x)[at[i]];
+    for (int i = 0; i < kAnyHeld; ++i) value[i] = bit_cast<float>(pair[i / 2].at[i % 2]);
   } else {
+    Vec<u16, 2> pair[kAnyPairs];
+    read_pairs(pair, p, s, first, left);
     Vec<u16, kAnyHeld> bits;
 #pragma unroll
-    for (int i = 0; i < kAnyHeld; ++i) bits.at[i] = static_cast<const u16*>(p.x)[at[i]];
+    for (int i = 0; i < kAnyHeld; ++i) bits.at[i] = pair[i / 2].at[i % 2];
     widen(value, bits, p.type);
   }
 }
@@ -97,27 +116,38 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_C
     store_any(p.scales, entry, g.scale, p.type);
     if (!c.symmetric) store_any(p.scales, entry + p.inner, g.minimum, p.type);
   }
+  const bool halves = p.bits == 4;
+  const i64 apart = (halves ? 1 : 2) * p.lanes * p.inner;  // a lane's pairs of codes
   for (first = s.first; first < p.group_size; first += step) {
     if (s.rows > step) read_held(value, p, s, first);
-    const int left = rows_left(s.rows, first), padded = rows_left(p.group_size, first);
-    u8* out = static_cast<u8*>(p.out) + (s.line * p.group_bytes + (p.bits == 4 ? first / 2 : first)) * p.inner + s.column;
+    const int left = g.is_broken() ? 0 : rows_left(s.rows, first), padded = rows_left(p.group_size, first);
+    u8* out = static_cast<u8*>(p.out) + (s.line * p.group_bytes + (halves ? first / 2 : first)) * p.inner + s.column;
 #pragma unroll
-    for (int i = 0; i < kAnyHeld; i += 2) {
-      const int row = held_row(p, i);
-      u32 code[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        code[k] = g.code(value[i + k], c.top, c.round);
-        if (row + k >= left || g.is_broken()) code[k] = bit_cast<u32>(c.round);
-      }
+    for (int k = 0; k < kAnyPairs; ++k, out += apart) {
+      const int row = 2 * k * p.lanes;
       if (row >= padded) break;
-      if (p.bits == 4) {
-        out[row / 2 * p.inner] = static_cast<u8>((code[0] * 16u + code[1]) ^ c.flip);
+      const u32 even = row < left ? g.code(value[2 * k], c.top, c.round) : bit_cast<u32>(c.round);
+      const u32 odd = row + 1 < left ? g.code(value[2 * k + 1], c.top, c.round) : bit_cast<u32>(c.round);
+      if (halves) {
+        *out = static_cast<u8>((even * 16u + odd) ^ c.flip);
+      } else if (p.paired) {
+        *reinterpret_cast<u16*>(out) = static_cast<u16>((even & 255u) | odd << 8);
       } else {
-        out[row * p.inner] = static_cast<u8>(code[0]);
-        if (row + 1 < padded) out[(row + 1) * p.inner] = static_cast<u8>(code[1]);
+        *out = static_cast<u8>(even);
+        if (row + 1 < padded) out[p.inner] = static_cast<u8>(odd);
       }
     }
+  }
+}
+
+/// Writes a pair, or its first element if there is no second.
+template <typename Element>
+FLEXOPS_DEVICE void put_pair(Element* to, i64 next, const Vec<Element, 2>& pair, bool both, bool paired) {
+  if (paired && both) {
+    store<Cache::normal>(reinterpret_cast<Vec<Element, 2>*>(to), pair);
+  } else {
+    to[0] = pair.at[0];
+    if (both) to[next] = pair.at[1];
   }
 }
 
@@ -128,24 +158,39 @@ __global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID
   const i64 entry = s.line * p.pair * p.inner + s.column, step = static_cast<i64>(kAnyHeld) * p.lanes;
   const float minimum = d.symmetric ? 0.0f : load_any(p.scales, entry + p.inner, p.scale_type);
   const float each = __frcp_rn(load_any(p.scales, entry, p.scale_type));
+  const bool halves = p.bits == 4;
+  const i64 apart = (halves ? 1 : 2) * p.lanes * p.inner;
   for (i64 first = s.first; first < s.rows; first += step) {
     const int left = rows_left(s.rows, first);
-    const u8* packed = static_cast<const u8*>(p.x) + (s.line * p.group_bytes + (p.bits == 4 ? first / 2 : first)) * p.inner + s.column;
-    const i64 to = s.element + first * p.inner;
-    u32 codes[kAnyHeld];
+    const u8* packed = static_cast<const u8*>(p.x) + (s.line * p.group_bytes + (halves ? first / 2 : first)) * p.inner + s.column;
+    u32 codes[kAnyPairs];  // the even row's in the low byte, the odd one's above it
 #pragma unroll
-    for (int i = 0; i < kAnyHeld; ++i) {
-      const int row = held_row(p, i);
-      codes[i] = 0;
-      if (row < left && (p.bits == 8 || i % 2 == 0)) codes[i] = packed[(p.bits == 8 ? row : row / 2) * p.inner];
+    for (int k = 0; k < kAnyPairs; ++k, packed += apart) {
+      const int row = 2 * k * p.lanes;
+      codes[k] = 0;
+      if (row >= left) continue;
+      if (halves) {
+        codes[k] = *packed;
+      } else if (p.paired) {
+        codes[k] = *reinterpret_cast<const u16*>(packed);
+      } else {
+        codes[k] = *packed;
+        if (row + 1 < left) codes[k] |= static_cast<u32>(packed[p.inner]) << 8;
+      }
     }
+    i64 at = s.element + first * p.inner;
 #pragma unroll
-    for (int i = 0; i < kAnyHeld; ++i) {
-      const int row = held_row(p, i);
+    for (int k = 0; k < kAnyPairs; ++k, at += 2 * p.lanes * p.inner) {
+      const int row = 2 * k * p.lanes;
       if (row >= left) break;
-      const u32 byte = codes[p.bits == 8 ? i : i & ~1] ^ (d.flip & 255u);
-      const u32 code = p.bits == 8 ? byte : i % 2 ? byte & 15u : byte >> 4;
-      store_any(p.out, to + row * p.inner, apply(static_cast<float>(code) - d.bias, each, minimum), p.type);
+      const u32 both = halves ? (codes[k] >> 4 | (codes[k] & 15u) << 8) ^ (d.flip & 0x0808u) : codes[k] ^ (d.flip & 0x8080u);
+      const Vec<float, 2> value = {decode_at(both, 8, 0, each, minimum, d), decode_at(both, 8, 8, each, minimum, d)};
+      if (p.type == kF32) {
+        put_pair(static_cast<u32*>(p.out) + at, p.inner, bit_cast<Vec<u32, 2>>(value), row + 1 < left, p.paired);
+      } else {
+        const u32 word = p.type == kBf16 ? pack2<bf16>(value.at[0], value.at[1]) : pack2<f16>(value.at[0], value.at[1]);
+        put_pair(static_cast<u16*>(p.out) + at, p.inner, bit_cast<Vec<u16, 2>>(word), row + 1 < left, p.paired);
+      }
     }
   }
 }

@@ -14,20 +14,6 @@ QuantType quant_type(Dtype dtype, const char* argument) {
   return dtype == Dtype::f32 ? QuantType::f32 : dtype == Dtype::f16 ? QuantType::f16 : QuantType::bf16;
 }
 
-/// A ScalarType as the schema hands it over: numbers that saved models hold, so they do not change.
-Dtype dtype_of_code(int64_t code) {
-  switch (static_cast<int32_t>(code)) {
-    case 5:
-      return Dtype::f16;
-    case 6:
-      return Dtype::f32;
-    case 15:
-      return Dtype::bf16;
-    default:
-      return Dtype::other;
-  }
-}
-
 int64_t check_numbers(const char* op, const Tensor& tensor, int64_t bits, int64_t group_size, int64_t dim) {
   const int64_t dims = tensor.dim();
   FLEXOPS_CHECK(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);

@@ -1,6 +1,8 @@
 // Groups across contiguous rows.
 //
-// A warp is `lanes` slots of 32 / lanes neighbouring chunks of 16 bytes. Slot s holds the row pairs s, s + lanes, s + 2 * lanes, ...
+// Quantizing, a warp is `lanes` slots of 32 / lanes neighbouring chunks of 16 bytes. Slot s holds the row pairs s, s + lanes,
+// s + 2 * lanes, ... Dequantizing, where nothing has to be shared, a lane has a few neighbouring rows of a chunk, and lanes follow each
+// other along the columns, then down: blocks that run at the same time write one piece of memory.
 #pragma once
 
 #include "quant/quant_coding.cuh"
@@ -35,12 +37,12 @@ FLEXOPS_DEVICE Tile tile_of(const Params& p) {
   const i64 chunk = (warp << log_columns) + (lane & ((1 << log_columns) - 1));
   t.slot = lane >> log_columns;
   t.inside = chunk < p.total;
-  const u32 index = t.inside ? static_cast<u32>(chunk) : 0u, chunks = static_cast<u32>(p.chunks), groups = static_cast<u32>(p.groups);
-  const u32 line = index / chunks, outer = line / groups;
+  u32 at, group;
+  const u32 line = flexops::divide(t.inside ? static_cast<u32>(chunk) : 0u, p.chunks, at);
   t.line = line;
-  t.outer = outer;
-  t.column = static_cast<i64>(index - line * chunks) * N;
-  t.first_row = static_cast<i64>(line - outer * groups) * p.group_size;
+  t.outer = flexops::divide(line, p.group_count, group);
+  t.column = static_cast<i64>(at) * N;
+  t.first_row = static_cast<i64>(group) * p.group_size;
   const i64 left = p.length - t.first_row;
   t.rows = left < p.group_size ? left : p.group_size;
   return t;
@@ -137,47 +139,45 @@ FLEXOPS_DEVICE float decode_byte(u32 word, int at, u32 mask, float step, float m
 }
 
 template <int kBytes>
-__global__ void __launch_bounds__(kColumnThreads, 1) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kPartThreads) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kVector<kBytes>;
-  constexpr int kLines = kColumnRows / 2;  // rows of bytes in flight
+  using Codes = Vec<u32, N / 4>;
   const Type type = kBytes == 4 ? kF32 : p.type;
-  const Tile t = tile_of<N>(p);
-  if (!t.inside) return;
+  const u32 index = blockIdx.x * kPartThreads + threadIdx.x;
+  if (index >= p.total) return;
+  u32 chunk, part, group;
+  const u32 line = flexops::divide(flexops::divide(index, p.chunks, chunk), p.parts, part),
+            outer = flexops::divide(line, p.group_count, group);
   const bool halves = p.bits == 4;
-  const u8* packed = static_cast<const u8*>(p.x) + t.line * p.group_bytes * p.inner + t.column;
-  auto* out = static_cast<Bits<kBytes>*>(p.out) + (t.outer * p.length + t.first_row) * p.inner + t.column;
-  const int rows = static_cast<int>(t.rows), lines = halves ? (rows + 1) / 2 : rows;
-  Vec<u32, N / 4> words[kLines];
-  const auto fetch = [&](int first) {
+  const int codes = halves ? kPartRows / 2 : kPartRows;  // rows of bytes
+  const i64 column = static_cast<i64>(chunk) * N, skipped = static_cast<i64>(part) * kPartRows, first_row = group * p.group_size + skipped;
+  const i64 in_group = p.group_size - skipped, in_all = p.length - first_row, rows = in_group < in_all ? in_group : in_all;
+  if (rows <= 0) return;
+  const u8* packed = static_cast<const u8*>(p.x) + (line * p.group_bytes + static_cast<i64>(part) * codes) * p.inner + column;
+  Codes words[kPartRows];
 #pragma unroll
-    for (int k = 0; k < kLines; ++k) {
-      const int line = first + k * p.lanes;
-      if (line < lines) words[k] = load<kLoads>(reinterpret_cast<const Vec<u32, N / 4>*>(packed + line * p.inner));
-    }
-  };
-  fetch(t.slot);
+  for (int k = 0; k < kPartRows; ++k) {
+    if (k < codes && (halves ? 2 * k : k) < rows) words[k] = load_once(reinterpret_cast<const Codes*>(packed + k * p.inner));
+  }
   const Decoding d = make_decoding(p);
   const u32 mask = halves ? 15u : 255u;
   float step[N], minimum[N];
-  load_pairs(step, minimum, p, t.line * p.pair * p.inner + t.column);
+  load_pairs(step, minimum, p, line * p.pair * p.inner + column);
 #pragma unroll
   for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
-  for (int first = t.slot; first < lines; fetch(first)) {
+  auto* out = static_cast<Bits<kBytes>*>(p.out) + (outer * p.length + first_row) * p.inner + column;
 #pragma unroll
-    for (int k = 0; k < kLines; ++k) {
-      const int line = first + k * p.lanes;
-      if (line >= lines) break;
-      const int last = halves ? 2 * line + 1 : line;
-      // Of a byte's halves the high one, which is the even row's, comes first.
+  for (int k = 0; k < kPartRows; ++k) {
+    // Of a byte's halves the high one, which is the even row's, comes first. What is beyond `codes` has no rows: that is no break, with
+    // which clang does not unroll.
+    const int last = halves ? 2 * k + 1 : k, end = k < codes ? last : -1;
 #pragma unroll 1
-      for (int row = halves ? last - 1 : last, shift = halves ? 4 : 0; row <= last && row < rows; ++row, shift = 0) {
-        float value[N];
+    for (int row = halves ? last - 1 : last, shift = halves ? 4 : 0; row <= end && row < rows; ++row, shift = 0) {
+      float value[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) value[i] = decode_byte((words[k].at[i / 4] ^ d.flip) >> shift, i % 4, mask, step[i], minimum[i], d);
-        store<kStores>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, type, Bits<kBytes>{}));
-      }
+      for (int i = 0; i < N; ++i) value[i] = decode_byte((words[k].at[i / 4] ^ d.flip) >> shift, i % 4, mask, step[i], minimum[i], d);
+      store<kStores>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, type, Bits<kBytes>{}));
     }
-    first += kLines * p.lanes;
   }
 }
 

@@ -26,10 +26,11 @@ FLEXOPS_DEVICE void find_places(Place (&out)[kCount], const Params& p, i64 first
   if (p.flat) return;
 #pragma unroll
   for (int u = 0; u < kCount; ++u) {
-    const u32 vector = static_cast<u32>(out[u].element / N), group = vector >> p.log_lanes, groups = static_cast<u32>(p.groups),
-              row = group / groups;
+    const u32 vector = static_cast<u32>(out[u].element / N);
+    u32 group;
+    const u32 row = flexops::divide(vector >> p.log_lanes, p.group_count, group);
     const int within = static_cast<int>(vector & static_cast<u32>(p.lanes - 1));
-    const i64 start = static_cast<i64>(group - row * groups) * p.group_size, column = start + within * N;
+    const i64 start = static_cast<i64>(group) * p.group_size, column = start + within * N;
     const bool there = within < p.used && column < p.length;
     if (!there) out[u].inside = false;
     out[u].element = row * p.outer_stride + (there ? column : start);
@@ -182,9 +183,9 @@ template <int N>
 FLEXOPS_DEVICE Vec<u32, N / 4> load_codes(const Params& p, i64 vector) {
   i64 at = codes_of(p, vector < p.total ? vector : 0);
   if (at < 0) at = 0;
-  if (p.bits == 8) return load<kLoads>(static_cast<const Vec<u32, N / 4>*>(p.x) + at);
+  if (p.bits == 8) return load_once(static_cast<const Vec<u32, N / 4>*>(p.x) + at);
   Vec<u32, N / 4> words = {};
-  words.at[0] = load<kLoads>(static_cast<const Bits<N / 2>*>(p.x) + at);
+  words.at[0] = load_once(static_cast<const Bits<N / 2>*>(p.x) + at);
   return words;
 }
 

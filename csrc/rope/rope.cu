@@ -7,18 +7,22 @@
 namespace flexops {
 namespace {
 
+constexpr int64_t kMostInY = 65535;  // blocks of a grid
+
 bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-/// Whether all of these, of dimensions that have more than one entry, are multiples of n.
-bool multiples(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t n) {
+/// Whether all of these, of dimensions that have more than one entry, are multiples of n, and 32 bits can count the vectors up to the last.
+bool in_vectors(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t n) {
+  int64_t last = sizes[3];
   for (int d = 0; d < 3; ++d) {
     if (sizes[d] > 1 && strides[d] % n != 0) return false;
+    last += (sizes[d] - 1) * strides[d];
   }
-  return sizes[3] <= 1 || strides[3] == 1;
+  return (sizes[3] <= 1 || strides[3] == 1) && last / n < int64_t{1} << 32;
 }
 
 bool takes_vectors(const Rope& c) {
@@ -30,14 +34,15 @@ bool takes_vectors(const Rope& c) {
   for (const RopeTensor& t : c.tensors) {
     if (t.heads == 0) continue;
     const int64_t sizes[4] = {c.batch, t.heads, c.length, c.head_dim};
-    if (!aligned(t.in) || !aligned(t.out) || !multiples(t.in_strides, sizes, n) || !multiples(t.out_strides, sizes, n)) return false;
+    if (!aligned(t.in) || !aligned(t.out) || !in_vectors(t.in_strides, sizes, n) || !in_vectors(t.out_strides, sizes, n)) return false;
   }
   return true;
 }
 
-rope::Side side_of(const RopeTensor& t) {
+/// Strides in units of n elements.
+rope::Side side_of(const RopeTensor& t, int64_t n) {
   const int64_t *in = t.in_strides, *out = t.out_strides;
-  return {t.in, t.out, in[0], in[1], in[2], in[3], out[0], out[1], out[2], out[3], static_cast<int>(t.heads)};
+  return {t.in, t.out, in[0] / n, in[1] / n, in[2] / n, in[3], out[0] / n, out[1] / n, out[2] / n, out[3], static_cast<u32>(t.heads)};
 }
 
 int multiprocessors() {
@@ -47,7 +52,7 @@ int multiprocessors() {
   return count > 0 ? count : 1;
 }
 
-/// Moves everything on by so many batches and positions.
+/// Moves everything on by so many batches and positions, of strides in units of `size` bytes.
 void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
   for (rope::Side& s : p.side) {
     s.in = static_cast<const char*>(s.in) + (batches * s.in_batch + positions * s.in_length) * size;
@@ -57,26 +62,30 @@ void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
     const int64_t entries = batches * p.position_batch + positions * p.position_length;
     p.positions = static_cast<const char*>(p.positions) + entries * (p.wide_positions ? 8 : 4);
   } else {
-    p.first_position += positions;
+    p.first_position += static_cast<u32>(positions);
   }
 }
 
-/// Few positions: fewer heads a group.
-void plan_groups(rope::Params& p, int64_t lines) {
+/// How many groups of heads. Fewer heads a group make more threads; more share the wait for a position that has to be fetched.
+int64_t plan_groups(rope::Params& p, int64_t lines) {
   const int64_t blocks = divide_up(lines * p.items.by, rope::kThreads), enough = 4 * static_cast<int64_t>(multiprocessors());
   const int64_t query = p.side[0].heads, key = p.side[1].heads, most = query > key ? query : key;
-  int64_t each = rope::kHeads < most ? rope::kHeads : most;
+  int64_t each = least(p.positions ? rope::kHeads : 1, most);
   while (each > 1 && blocks * divide_up(query + key, each) < enough) each = divide_up(each, 2);
-  p.per_block = static_cast<u32>(each), p.query_groups = static_cast<u32>(divide_up(query, each));
-  p.groups = make_divisor(p.query_groups + divide_up(key, each));
+  p.per_group = static_cast<u32>(each), p.query_groups = static_cast<u32>(divide_up(query, each));
+  return p.query_groups + divide_up(key, each);
 }
 
-void launch(const void* kernel, rope::Params p, int64_t batches, int64_t length, void* stream) {
+void launch(const void* kernel, rope::Params p, int64_t batches, int64_t length, int64_t groups, void* stream) {
+  const int64_t items = length * p.items.by;
+  // Batches by themselves unless they would leave threads idle: what runs at the same time then lies together in memory.
+  const bool apart = !p.heads_first && items >= 8 * rope::kThreads && batches <= kMostInY;
   p.length = make_divisor(length);
-  p.total = static_cast<u32>(batches * length * p.items.by);
-  p.blocks = make_divisor(divide_up(p.total, rope::kThreads));
+  p.total = static_cast<u32>(apart ? items : batches * items);
+  const auto blocks = static_cast<unsigned>(divide_up(p.total, rope::kThreads)), rows = static_cast<unsigned>(groups);
   void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, dim3(p.blocks.by * p.groups.by), dim3(rope::kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+  cudaLaunchKernel(kernel, p.heads_first ? dim3(rows, blocks) : dim3(blocks, rows, apart ? static_cast<unsigned>(batches) : 1u),
+                   dim3(rope::kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
@@ -84,34 +93,33 @@ void launch(const void* kernel, rope::Params p, int64_t batches, int64_t length,
 const char* rope_cuda(const Rope& c, void* stream) {
   if (c.tensors[0].heads + c.tensors[1].heads == 0 || c.batch * c.length * c.head_dim == 0) return nullptr;
   const bool vectors = takes_vectors(c);
-  const int64_t n = !vectors ? 1 : c.type == RopeType::f32 ? 4 : 8, size = c.type == RopeType::f32 ? 4 : 2;
+  const int64_t n = !vectors ? 1 : c.type == RopeType::f32 ? 4 : 8, size = vectors ? 16 : c.type == RopeType::f32 ? 4 : 2;
   rope::Params p;
-  for (int s = 0; s < 2; ++s) p.side[s] = side_of(c.tensors[s]);
+  for (int s = 0; s < 2; ++s) p.side[s] = side_of(c.tensors[s], n);
   p.cos = c.cos, p.sin = c.sin, p.positions = c.positions;
   p.cos_stride = c.cos_stride, p.sin_stride = c.sin_stride, p.max_positions = c.max_positions;
   p.position_batch = c.position_strides[0], p.position_length = c.position_strides[1], p.first_position = 0;
-  p.half = static_cast<int>(c.half), p.rotary = 2 * p.half, p.head_dim = static_cast<int>(c.head_dim);
-  p.rotated = static_cast<int>(c.half / n);
-  p.copied = static_cast<int>(divide_up((c.head_dim - p.rotary) / n, 2));
-  p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2];
+  p.rotated = static_cast<u32>(c.half / n), p.vectors = static_cast<u32>(c.head_dim / n);
+  p.copied = static_cast<u32>(divide_up(p.vectors - 2 * p.rotated, 2));
   p.type = static_cast<ElementType>(c.type), p.table_type = static_cast<ElementType>(c.table_type);
   p.interleaved = c.interleaved, p.inverse = c.inverse, p.wide_positions = c.wide_positions;
   const int64_t items = p.rotated + (c.in_place ? 0 : p.copied);
   if (items == 0) return nullptr;
   p.items = make_divisor(items);
-  plan_groups(p, c.batch * c.length);
+  const int64_t groups = plan_groups(p, c.batch * c.length);
+  p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2] || groups > kMostInY;
   const void* kernel = reinterpret_cast<const void*>(&rope::rotate<AnyElement>);
   if (vectors && c.type == RopeType::f32) kernel = reinterpret_cast<const void*>(&rope::rotate<float>);
   if (vectors && c.type == RopeType::f16) kernel = reinterpret_cast<const void*>(&rope::rotate<f16>);
   if (vectors && c.type == RopeType::bf16) kernel = reinterpret_cast<const void*>(&rope::rotate<bf16>);
-  // In pieces whose items, and blocks, 31 bits can count.
-  const int64_t most = (int64_t{1} << 30) / items / divide_up(p.groups.by, rope::kThreads);
+  // In pieces whose items 31 bits can count, and whose blocks the grid can.
+  const int64_t most = (p.heads_first ? kMostInY * rope::kThreads : int64_t{1} << 30) / items;
   const int64_t positions = most < 1 ? 1 : least(c.length, most), batches = most < positions ? 1 : least(c.batch, most / positions);
   for (int64_t batch = 0; batch < c.batch; batch += batches) {
     for (int64_t position = 0; position < c.length; position += positions) {
       rope::Params part = p;
       move(part, batch, position, size);
-      launch(kernel, part, least(batches, c.batch - batch), least(positions, c.length - position), stream);
+      launch(kernel, part, least(batches, c.batch - batch), least(positions, c.length - position), groups, stream);
     }
   }
   const cudaError_t error = cudaGetLastError();

@@ -1,8 +1,9 @@
-// Rotary embedding's kernel. Formulas: flexops/ops/rope.py.
+// Rotary embedding's kernels. Formulas: flexops/ops/rope.py.
 //
 // Memory decides: each element is read and written once. A thread has one place of a position, two vectors that belong together (or two
-// elements), in several heads: what it reads of cos and sin is for all of them, and all of its loads are in flight at once. Query and key
-// are one launch: the key's heads follow the query's. Blocks are numbered in the order of memory.
+// elements), in a few heads: what it reads of cos and sin is for all of them, and all of its loads are in flight at once. Few heads, so
+// that there are many threads, and as few instructions as can be before the loads: both matter more than how often cos and sin are read.
+// Query and key are one launch: the key's heads follow the query's. Blocks are numbered in the order of memory.
 #pragma once
 
 #include "common/device.cuh"
@@ -17,7 +18,10 @@ namespace flexops::rope {
 #define FLEXOPS_ROPE_THREADS 64
 #endif
 #if !defined(FLEXOPS_ROPE_HEADS)
-#define FLEXOPS_ROPE_HEADS 3
+#define FLEXOPS_ROPE_HEADS 2
+#endif
+#if !defined(FLEXOPS_ROPE_BLOCKS)
+#define FLEXOPS_ROPE_BLOCKS 20
 #endif
 #if !defined(FLEXOPS_ROPE_LOAD)
 #define FLEXOPS_ROPE_LOAD normal
@@ -28,102 +32,103 @@ namespace flexops::rope {
 
 constexpr int kThreads = FLEXOPS_ROPE_THREADS;
 constexpr int kHeads = FLEXOPS_ROPE_HEADS;                                             // of a thread, at most: loads in flight
+constexpr int kBlocks = FLEXOPS_ROPE_BLOCKS;                                           // at least so many on a multiprocessor
 constexpr Cache kLoad = Cache::FLEXOPS_ROPE_LOAD, kStore = Cache::FLEXOPS_ROPE_STORE;  // why not streaming: activation.cuh
 
+/// Strides count vectors, or elements where `rotate` goes element by element; except `element`.
 struct Side {
   const void* in;
   void* out;
   i64 in_batch, in_head, in_length, in_element;
   i64 out_batch, out_head, out_length, out_element;
-  int heads;
+  u32 heads;
 };
 
 struct Params {
   Side side[2];
   const void *cos, *sin, *positions;
-  i64 cos_stride, sin_stride, max_positions;
+  i64 cos_stride, sin_stride, max_positions;  // strides count elements
   i64 position_batch, position_length;
-  i64 first_position;  // if positions are not given
-  u32 total;           // batch * length * items
+  u32 first_position;  // if positions are not given
+  u32 total;           // batch * length * items, or length * items if the grid counts batches
   Divisor items;       // of a position: `rotated`, then those that are copied
   Divisor length;
-  int rotated;  // items that are rotated
-  int copied;   // distance between the two vectors of an item that is copied
-  int half;     // elements between the two of a pair, unless interleaved
-  int rotary;   // elements that are rotated: 2 * half
-  int head_dim;
-  Divisor groups, blocks;  // the grid: groups of heads, and blocks of each
-  u32 query_groups;        // the first groups are the query's heads, the others the key's
-  u32 per_block;           // heads of a group
-  bool heads_first;        // blocks of one place and several groups follow each other; else blocks of one group
+  u32 rotated;       // items that are rotated
+  u32 copied;        // distance between the two vectors of an item that is copied
+  u32 vectors;       // of a head
+  u32 query_groups;  // the first groups of heads are the query's, the others the key's
+  u32 per_group;     // heads of a group
+  bool heads_first;  // blocks of one place and several groups follow each other; else blocks of one group
   ElementType type, table_type;
   bool interleaved, inverse, wide_positions;
 };
 
-/// A thread's two vectors: where they begin in a head, and whether there is a second.
-struct Places {
-  int first, second;
-  bool has_second;
+/// What is to be done where: the same for all threads of a block, but for the first four.
+struct Task {
+  u32 item, at, batch;  // at: position in `length`
+  bool inside;
+  u32 side, head, heads;  // the first one, and how many
 };
 
-template <typename T>
-FLEXOPS_DEVICE Places places_of(const Params& p, int item) {
-  constexpr int N = kPerVector<T>;
-  if (item >= p.rotated) {
-    const int k = item - p.rotated;
-    return {p.rotary + k * N, p.rotary + (k + p.copied) * N, p.rotary + (k + p.copied) * N < p.head_dim};
-  }
-  if (!p.interleaved) return {item * N, p.half + item * N, true};
-  if (N == 1) return {2 * item, 2 * item + 1, true};
-  return {item * N, (item + p.rotated) * N, (item + p.rotated) * N < p.rotary};
-}
-
-/// What rotates a thread's elements, in the order of `rotate`'s.
-template <int N>
-struct Angles {
-  float cos[N], sin[N];
-};
-
-FLEXOPS_DEVICE i64 position_of(const Params& p, u32 batch, u32 at) {
-  if (!p.positions) return p.first_position + at;
-  const i64 index = batch * p.position_batch + at * p.position_length;
-  return p.wide_positions ? static_cast<const i64*>(p.positions)[index] : static_cast<const i32*>(p.positions)[index];
+FLEXOPS_DEVICE Task find_task(const Params& p) {
+  Task t;
+  const u32 block = p.heads_first ? blockIdx.y : blockIdx.x, group = p.heads_first ? blockIdx.x : blockIdx.y;
+  const u32 index = block * kThreads + threadIdx.x;
+  t.inside = index < p.total;
+  t.batch = divide(divide(index, p.items, t.item), p.length, t.at) + blockIdx.z;
+  t.side = group >= p.query_groups;
+  t.head = (t.side ? group - p.query_groups : group) * p.per_group;
+  const u32 left = p.side[t.side].heads - t.head;
+  t.heads = left < p.per_group ? left : p.per_group;
+  return t;
 }
 
 /// cos and sin of a thread's pairs, as they are fetched: N neighbouring ones, or half of them for each of its vectors.
 template <int N, bool kHalves>
 struct Table {
   static constexpr int kPart = kHalves ? N / 2 : N;
-  static constexpr int kParts = N / kPart;
   static constexpr int kFew = kPart == 2 ? 1 : kPart;  // two pairs are read one by one
   Shared<kFew> raw[N / kFew];
 
-  FLEXOPS_DEVICE void load(const void* table, i64 row, const int (&pair)[2], ElementType type) {
+  FLEXOPS_DEVICE void load(const void* table, i64 index, i64 apart, ElementType type) {
 #pragma unroll
-    for (int i = 0; i < N; i += kFew) raw[i / kFew].load(table, row + pair[i / kPart] + i % kPart, type);
+    for (int i = 0; i < N; i += kFew) raw[i / kFew].load(table, index + i / kPart * apart + i % kPart, type);
   }
-  FLEXOPS_DEVICE void widen_to(float* out, ElementType type) const {
+  FLEXOPS_DEVICE void widen_to(float (&out)[N], ElementType type) const {
 #pragma unroll
     for (int i = 0; i < N; i += kFew) raw[i / kFew].widen_to(out + i, type);
   }
 };
 
-template <int N, bool kHalves>
-FLEXOPS_DEVICE void load_angles(Angles<N>& out, const Params& p, i64 position, const int (&pair)[2]) {
-  const bool known = position >= 0 && position < p.max_positions;
-  const i64 row = known ? position : 0;
-  Table<N, kHalves> cos, sin;
-  cos.load(p.cos, row * p.cos_stride, pair, p.table_type);
-  sin.load(p.sin, row * p.sin_stride, pair, p.table_type);
-  cos.widen_to(out.cos, p.table_type);
-  sin.widen_to(out.sin, p.table_type);
-  const float sign = known ? (p.inverse ? -1.0f : 1.0f) : bit_cast<float>(0x7fc00000u);
+/// What rotates a thread's elements, in the order of `rotate`'s.
+template <int N>
+struct Angles {
+  float cos[N], sin[N];
+
+  /// Of N pairs from `pair` on; with kHalves of N / 2, and of as many which are `apart` from them.
+  template <bool kHalves>
+  FLEXOPS_DEVICE void load(const Params& p, const Task& t, u32 pair, u32 apart) {
+    i64 row = p.first_position + t.at;
+    bool known = true;
+    if (p.positions) {
+      const i64 index = t.batch * p.position_batch + t.at * p.position_length;
+      const i64 position = p.wide_positions ? static_cast<const i64*>(p.positions)[index] : static_cast<const i32*>(p.positions)[index];
+      known = position >= 0 && position < p.max_positions;
+      row = known ? position : 0;
+    }
+    Table<N, kHalves> c, s;
+    c.load(p.cos, row * p.cos_stride + pair, apart, p.table_type);
+    s.load(p.sin, row * p.sin_stride + pair, apart, p.table_type);
+    c.widen_to(cos, p.table_type);
+    s.widen_to(sin, p.table_type);
+    const u32 sign = p.inverse ? 0x80000000u : 0u;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    out.sin[i] *= sign;
-    if (!known) out.cos[i] = sign;
+    for (int i = 0; i < N; ++i) sin[i] = bit_cast<float>(bit_cast<u32>(sin[i]) ^ sign);
+    if (known) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) cos[i] = sin[i] = bit_cast<float>(0x7fc00000u);
   }
-}
+};
 
 /// a b - c d. In fp32 with the rounding error of the second product (after Kahan), which leaves half a unit in the last place and a little.
 template <bool kAccurate>
@@ -141,10 +146,10 @@ FLEXOPS_DEVICE void rotate_pair(float& x, float& y, float cos, float sin) {
 
 template <bool kAccurate, int N>
 FLEXOPS_DEVICE void rotate_all(float (&x)[N], float (&y)[N], const Angles<N>& a, bool interleaved) {
-  if (N == 1 || !interleaved) {
+  if (!interleaved) {
 #pragma unroll
     for (int i = 0; i < N; ++i) rotate_pair<kAccurate>(x[i], y[i], a.cos[i], a.sin[i]);
-  } else if constexpr (N > 1) {
+  } else {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       rotate_pair<kAccurate>(x[2 * i], x[2 * i + 1], a.cos[i], a.sin[i]);
@@ -153,60 +158,76 @@ FLEXOPS_DEVICE void rotate_all(float (&x)[N], float (&y)[N], const Angles<N>& a,
   }
 }
 
+/// By vectors. The strides of `side` fit 32 bits, as do its tensors' sizes in vectors.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) rotate(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>;
-  u32 block, group;
-  if (p.heads_first) {
-    block = divide(blockIdx.x, p.groups, group);
-  } else {
-    group = divide(blockIdx.x, p.blocks, block);
-  }
-  const u32 index = block * kThreads + threadIdx.x;
-  if (index >= p.total) return;
-  u32 item, length;
-  const u32 batch = divide(divide(index, p.items, item), p.length, length);
-  const Places at = places_of<T>(p, static_cast<int>(item));
-  const bool key = group >= p.query_groups;
-  const Side& s = p.side[key];
-  const u32 first_head = (key ? group - p.query_groups : group) * p.per_block, left = s.heads - first_head;
-  const u32 heads = left < p.per_block ? left : p.per_block;
-  const i64 in = batch * s.in_batch + length * s.in_length + first_head * s.in_head;
-  const i64 in_first = in + at.first * (N == 1 ? s.in_element : 1), in_second = in + at.second * (N == 1 ? s.in_element : 1);
-  Elements<T, N> first[kHeads], second[kHeads];
+  using Vector = Vec<T, N>;
+  const Task t = find_task(p);
+  if (!t.inside) return;
+  const bool rotated = t.item < p.rotated;
+  u32 first = t.item, second = t.item + p.rotated;
+  if (!rotated) first = second, second += p.copied;
+  const bool has_second = second < p.vectors;
+  const Side& s = p.side[t.side];
+  const u32 from = t.batch * static_cast<u32>(s.in_batch) + t.at * static_cast<u32>(s.in_length) + t.head * static_cast<u32>(s.in_head);
+  const auto *in = static_cast<const Vector*>(s.in) + (from + first), *in_second = static_cast<const Vector*>(s.in) + (from + second);
+  Vector a[kHeads], b[kHeads];
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
-    if (u < heads) {
-      first[u] = fetch<T, N, kLoad>(s.in, in_first + u * s.in_head, p.type);
-      if (at.has_second) second[u] = fetch<T, N, kLoad>(s.in, in_second + u * s.in_head, p.type);
+    if (u < t.heads) {
+      a[u] = load<kLoad>(in + u * s.in_head);
+      if (has_second) b[u] = load<kLoad>(in_second + u * s.in_head);
     }
   }
-  const bool rotated = item < p.rotated;
   Angles<N> angles;
   if (rotated) {
-    const i64 position = position_of(p, batch, length);
-    const int pair[2] = {N == 1 || !p.interleaved ? static_cast<int>(item) * N : at.first / 2, at.second / 2};
-    if constexpr (N > 1) {
-      if (p.interleaved) {
-        load_angles<N, true>(angles, p, position, pair);
-      } else {
-        load_angles<N, false>(angles, p, position, pair);
-      }
+    if (p.interleaved) {
+      angles.template load<true>(p, t, t.item * (N / 2), p.rotated * (N / 2));
     } else {
-      load_angles<N, false>(angles, p, position, pair);
+      angles.template load<false>(p, t, t.item * N, 0);
     }
   }
-  const i64 out = batch * s.out_batch + length * s.out_length + first_head * s.out_head;
-  const i64 out_first = out + at.first * (N == 1 ? s.out_element : 1), out_second = out + at.second * (N == 1 ? s.out_element : 1);
+  const u32 to = t.batch * static_cast<u32>(s.out_batch) + t.at * static_cast<u32>(s.out_length) + t.head * static_cast<u32>(s.out_head);
+  T *out = static_cast<T*>(s.out) + static_cast<i64>(to + first) * N,
+    *out_second = static_cast<T*>(s.out) + static_cast<i64>(to + second) * N;
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
-    if (u >= heads) return;
-    float x[N], y[N] = {};
-    widen(x, first[u]);
-    if (at.has_second) widen(y, second[u]);
-    if (rotated) rotate_all<sizeof(T) != 2>(x, y, angles, p.interleaved);
-    put<T, N, kStore>(s.out, out_first + u * s.out_head, x, p.type);
-    if (at.has_second) put<T, N, kStore>(s.out, out_second + u * s.out_head, y, p.type);
+    if (u < t.heads) {  // not a return, with which clang does not unroll
+      float x[N], y[N] = {};
+      widen(x, a[u]);
+      if (has_second) widen(y, b[u]);
+      if (rotated) rotate_all<sizeof(T) != 2>(x, y, angles, p.interleaved);
+      put<T, N, kStore>(out, u * s.out_head * N, x, p.type);
+      if (has_second) put<T, N, kStore>(out_second, u * s.out_head * N, y, p.type);
+    }
+  }
+}
+
+/// By elements, of any strides: an item is a pair, or two elements to copy.
+template <>
+__global__ void __launch_bounds__(kThreads) rotate<AnyElement>(const FLEXOPS_GRID_CONSTANT Params p) {
+  const Task t = find_task(p);
+  if (!t.inside) return;
+  const bool rotated = t.item < p.rotated;
+  u32 first = t.item, second = t.item + p.rotated;
+  if (!rotated) {
+    first = second, second += p.copied;
+  } else if (p.interleaved) {
+    first = 2 * t.item, second = first + 1;
+  }
+  const bool has_second = second < p.vectors;
+  Angles<1> angles;
+  if (rotated) angles.load<false>(p, t, t.item, 0);
+  const Side& s = p.side[t.side];
+  for (u32 head = t.head; head < t.head + t.heads; ++head) {
+    const i64 in = t.batch * s.in_batch + t.at * s.in_length + head * s.in_head;
+    const i64 out = t.batch * s.out_batch + t.at * s.out_length + head * s.out_head;
+    float x = fetch_one(s.in, in + first * s.in_element, p.type),
+          y = has_second ? fetch_one(s.in, in + second * s.in_element, p.type) : 0.0f;
+    if (rotated) rotate_pair<true>(x, y, angles.cos[0], angles.sin[0]);
+    put_one(s.out, out + first * s.out_element, x, p.type);
+    if (has_second) put_one(s.out, out + second * s.out_element, y, p.type);
   }
 }
 

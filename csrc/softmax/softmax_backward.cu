@@ -1,29 +1,24 @@
-// Softmax's backward launcher.
+// Softmax's backward launcher, and the forward kernel for long rows.
 
 #include "softmax/softmax_launch.h"
 
 namespace flexops {
-namespace {
 
-template <softmax::Type type>
-Kernels kernels() {
-  return {reinterpret_cast<const void*>(&softmax::softmax_backward_rows<type>),
-          reinterpret_cast<const void*>(&softmax::softmax_backward_long<type>)};
+const void* softmax_long_kernel(SoftmaxType type) {
+  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF32>)
+         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF16>)
+                                    : reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kBf16>);
 }
-
-Kernels kernels(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? kernels<softmax::kF32>()
-         : type == SoftmaxType::f16 ? kernels<softmax::kF16>()
-                                    : kernels<softmax::kBf16>();
-}
-
-}  // namespace
 
 const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, void* stream) {
   if (rows.rows * rows.length == 0) return nullptr;
   Params p = make_params(y, out, rows);
   p.grad = grad, p.grad_stride = grad_stride;
-  return launch(kernels(rows.type), p, rows.type, softmax::kBackwardFloats, stream);
+  const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
+  const void* kernel = rows.type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF32>)
+                       : rows.type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF16>)
+                                                       : reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kBf16>);
+  return launch(kernel, p, grid, stream);
 }
 
 }  // namespace flexops

@@ -70,18 +70,64 @@ static void make_exponents(const void* x, int64_t offset, int64_t at, int64_t co
   apply_mask(s, mask, at, count);
 }
 
+/// out = x * scale for `count` elements from x's `offset` on, in floats; returns the greatest of them and `maximum`.
+template <RowType type>
+static float scale_block(const void* x, int64_t offset, int64_t count, float scale, float* out, float maximum) {
+  Floats a = floats_of(maximum), b = a;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Floats first = load_elements<type>(x, offset + i) * scale, second = load_elements<type>(x, offset + i + kLanes) * scale;
+    store_floats(out + i, first), store_floats(out + i + kLanes, second);
+    a = greater_of(a, first), b = greater_of(b, second);
+  }
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats value = load_elements<type>(x, offset + i) * scale;
+    store_floats(out + i, value);
+    a = greater_of(a, value);
+  }
+  float rest = maximum;
+  for (; i < count; ++i) {
+    out[i] = load_element<type>(x, offset + i) * scale;
+    rest = rest < out[i] ? out[i] : rest;
+  }
+  const float most = greatest_lane(greater_of(a, b));
+  return most < rest ? rest : most;
+}
+
+/// A block's exponents, and the greatest of them and `maximum`.
+static float exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows, const MaskRow& mask, float* s,
+                       float maximum) {
+  if (mask.kind == SoftmaxMask::none) {
+    const RowType type = row_type(rows);
+    return type == RowType::f32   ? scale_block<RowType::f32>(x, offset + at, count, rows.scale, s, maximum)
+           : type == RowType::f16 ? scale_block<RowType::f16>(x, offset + at, count, rows.scale, s, maximum)
+                                  : scale_block<RowType::bf16>(x, offset + at, count, rows.scale, s, maximum);
+  }
+  make_exponents(x, offset, at, count, rows, mask, s);
+  return greatest(s, count, maximum);
+}
+
 static float settle(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
 
 /// out = values / sum, in whose last bit a product with the reciprocal alone would err.
-static void divide(const float* values, float* out, int64_t count, float sum) {
+template <RowType type>
+static void divide_to(const float* values, void* out, int64_t offset, int64_t count, float sum) {
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   const auto quotient_of = [sum, inverse](Floats value) {
     const Floats quotient = value * inverse;
     return quotient + (value - quotient * sum) * inverse;
   };
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store_floats(out + i, quotient_of(load_floats(values + i)));
-  if (i < count) store_some(out + i, quotient_of(load_some(values + i, count - i, 0.0f)), count - i);
+  for (; i + kLanes <= count; i += kLanes) store_elements<type>(out, offset + i, quotient_of(load_floats(values + i)));
+  if (i == count) return;
+  float rest[kLanes];
+  store_floats(rest, quotient_of(load_some(values + i, count - i, 0.0f)));
+  for (int k = 0; k < kLanes && i < count; ++k, ++i) store_element<type>(out, offset + i, rest[k]);
+}
+static void divide(const float* values, void* out, int64_t offset, int64_t count, float sum, RowType type) {
+  if (type == RowType::f32) return divide_to<RowType::f32>(values, out, offset, count, sum);
+  if (type == RowType::f16) return divide_to<RowType::f16>(values, out, offset, count, sum);
+  divide_to<RowType::bf16>(values, out, offset, count, sum);
 }
 
 /// A row of at most a block, in a buffer that is filled up to whole registers: the stores of a few elements would keep the loads of the
@@ -100,12 +146,7 @@ static void softmax_short(const void* x, int64_t offset, void* out, int64_t out_
   }
   apply_mask(s, mask, 0, length);
   const float sum = sum_powers<true>(s, s, i, settle(greatest(s, i, -kInfinity)));
-  divide(s, s, i, sum);
-  if (row_type(rows) == RowType::f32) {
-    memcpy(static_cast<float*>(out) + out_offset, s, static_cast<size_t>(length) * sizeof(float));
-  } else {
-    narrow_row(s, out, out_offset, length, row_type(rows));
-  }
+  divide(s, out, out_offset, length, sum, row_type(rows));
 }
 
 /// A row whose exponents fit `held`, which may be where its results go.
@@ -115,25 +156,20 @@ static void softmax_held(const void* x, int64_t offset, void* out, int64_t out_o
   const int64_t first = unaligned_of(out, out_offset, length, type);
   float maximum = -kInfinity;
   double sum = 0.0;
-  for_row_blocks(length, first, [&](int64_t at, int64_t count) {
-    make_exponents(x, offset, at, count, rows, mask, held + at);
-    maximum = greatest(held + at, count, maximum);
-  });
+  for_row_blocks(length, first,
+                 [&](int64_t at, int64_t count) { maximum = exponents(x, offset, at, count, rows, mask, held + at, maximum); });
   const float base = settle(maximum);
   for_row_blocks(length, first,
                  [&](int64_t at, int64_t count) { sum += static_cast<double>(sum_powers<true>(held + at, held + at, count, base)); });
-  for_row_blocks(length, first, [&](int64_t at, int64_t count) { divide(held + at, held + at, count, static_cast<float>(sum)); });
-  narrow_row(held, out, out_offset, length, type);
+  for_row_blocks(length, first,
+                 [&](int64_t at, int64_t count) { divide(held + at, out, out_offset + at, count, static_cast<float>(sum), type); });
 }
 
 static void softmax_long(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
                          const MaskRow& mask) {
   float s[kRowBlock], maximum = -kInfinity;
   double sum = 0.0;
-  for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
-    make_exponents(x, offset, at, count, rows, mask, s);
-    maximum = greatest(s, count, maximum);
-  });
+  for_row_blocks(length, 0, [&](int64_t at, int64_t count) { maximum = exponents(x, offset, at, count, rows, mask, s, maximum); });
   const float base = settle(maximum);
   for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
     make_exponents(x, offset, at, count, rows, mask, s);
@@ -142,8 +178,7 @@ static void softmax_long(const void* x, int64_t offset, void* out, int64_t out_o
   for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
     make_exponents(x, offset, at, count, rows, mask, s);
     sum_powers<true>(s, s, count, base);
-    divide(s, s, count, static_cast<float>(sum));
-    narrow_row(s, out, out_offset + at, count, row_type(rows));
+    divide(s, out, out_offset + at, count, static_cast<float>(sum), row_type(rows));
   });
 }
 
@@ -181,6 +216,15 @@ template <RowType type>
 static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64_t count) {
   Floats sum[4] = {};
   int64_t i = 0;
+  if constexpr (type == RowType::bf16) {
+    const uint16_t *left = static_cast<const uint16_t*>(a) + a_at, *right = static_cast<const uint16_t*>(b) + b_at;
+    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+      for (int k = 0; k < 2; ++k) {
+        const Bf16Pairs x = load_bf16_pairs(left + i + 2 * k * kLanes), y = load_bf16_pairs(right + i + 2 * k * kLanes);
+        sum[2 * k] += x.even * y.even, sum[2 * k + 1] += x.odd * y.odd;
+      }
+    }
+  }
   for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
     for (int k = 0; k < 4; ++k) {
       sum[k] += load_elements<type>(a, a_at + i + k * kLanes) * load_elements<type>(b, b_at + i + k * kLanes);
@@ -194,19 +238,29 @@ static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64
 
 /// out = scale * y * (grad - sum)
 template <RowType type>
-static void write_gradient(const void* grad, int64_t grad_at, const void* y, int64_t y_at, float* out, int64_t count, float scale,
-                           float sum) {
+static void write_gradient(const void* grad, int64_t grad_at, const void* y, int64_t y_at, void* out, int64_t out_at, int64_t count,
+                           float scale, float sum) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    store_floats(out + i, load_elements<type>(y, y_at + i) * scale * (load_elements<type>(grad, grad_at + i) - sum));
+  if constexpr (type == RowType::bf16) {
+    const uint16_t *results = static_cast<const uint16_t*>(y) + y_at, *grads = static_cast<const uint16_t*>(grad) + grad_at;
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      const Bf16Pairs p = load_bf16_pairs(results + i), g = load_bf16_pairs(grads + i);
+      store_bf16_pairs(static_cast<uint16_t*>(out) + out_at + i, {p.even * scale * (g.even - sum), p.odd * scale * (g.odd - sum)});
+    }
   }
-  for (; i < count; ++i) out[i] = load_element<type>(y, y_at + i) * scale * (load_element<type>(grad, grad_at + i) - sum);
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats value = load_elements<type>(y, y_at + i) * scale * (load_elements<type>(grad, grad_at + i) - sum);
+    store_elements<type>(out, out_at + i, value);
+  }
+  for (; i < count; ++i) {
+    const float value = load_element<type>(y, y_at + i) * scale * (load_element<type>(grad, grad_at + i) - sum);
+    store_element<type>(out, out_at + i, value);
+  }
 }
 
 template <RowType type>
 static void backward_rows(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, int64_t begin,
                           int64_t end) {
-  float buffer[kRowBlock];
   for (int64_t row = begin; row < end; ++row) {
     const int64_t length = visible(rows, row), from = row * grad_stride, kept = row * rows.stride, to = row * rows.length;
     const int64_t first = unaligned_of(out, to, length, type);
@@ -214,9 +268,7 @@ static void backward_rows(const void* grad, int64_t grad_stride, const void* y, 
     for_row_blocks(length, first,
                    [&](int64_t at, int64_t count) { total += static_cast<double>(dot<type>(grad, from + at, y, kept + at, count)); });
     for_row_blocks(length, first, [&](int64_t at, int64_t count) {
-      float* result = place_in_row(out, to + at, type, buffer);
-      write_gradient<type>(grad, from + at, y, kept + at, result, count, rows.scale, static_cast<float>(total));
-      narrow_row(result, out, to + at, count, type);
+      write_gradient<type>(grad, from + at, y, kept + at, out, to + at, count, rows.scale, static_cast<float>(total));
     });
     clear_row(out, to + length, rows.length - length, type);
   }

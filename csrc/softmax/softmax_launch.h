@@ -7,50 +7,59 @@
 
 namespace flexops {
 
-/// softmax_long.cu's, which has a file of its own to be compiled beside the others.
-const void* softmax_long_kernel(softmax::Type type);
+/// Forward, for rows that are too long for a block to hold. softmax_backward.cu has it, so that both files compile equally long.
+const void* softmax_long_kernel(SoftmaxType type);
 
 namespace {
 
 using softmax::Params;
 
+softmax::Size make_size(int64_t by) {
+  constexpr int64_t kMost = int64_t{1} << 31;  // what is below has no more than a remainder
+  return {by, make_divisor(by < kMost ? by : kMost)};
+}
+
 Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   Params p;
   p.x = x, p.out = out, p.mask = nullptr, p.grad = nullptr;
   p.rows = rows.rows, p.length = static_cast<int>(rows.length), p.stride = rows.stride, p.grad_stride = 0;
-  p.queries = rows.causal ? rows.queries : 0;
+  p.queries = make_size(rows.causal ? rows.queries : 1);
+  if (!rows.causal) p.queries.by = 0;
   p.mask_dims = p.mask_step = 0;
   p.mask_kind = softmax::kNoMask;
-  p.lanes = 1, p.log_lanes = 0;
-  p.scale = rows.scale;
+  p.scale = rows.scale, p.flip = 0;
   return p;
 }
 
-/// Kernels for one type: for rows that threads hold, and for longer ones.
-struct Kernels {
-  const void *rows, *long_rows;
+struct Grid {
+  int64_t blocks, threads;
+  bool holds;  // whole rows
 };
 
-/// `floats`: that a thread holds.
-const char* launch(const Kernels& kernels, Params& p, SoftmaxType type, int floats, void* stream) {
-  const int64_t elements = type == SoftmaxType::f32 ? 4 : 8, held = floats / elements;
+/// The grid, if a thread can hold `held` vectors and a block has up to `most` threads.
+Grid make_grid(Params& p, SoftmaxType type, int64_t held, int64_t most) {
+  constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
+  const int64_t elements = type == SoftmaxType::f32 ? 4 : 8;
   const bool aligned = (reinterpret_cast<uintptr_t>(p.x) & 15) == 0 && p.stride % elements == 0;
   const int64_t vectors = (int64_t{p.length} + (aligned ? 0 : elements - 1) + elements - 1) / elements;  // of the row with the longest head
+  if (vectors <= kShort && held > 4) held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
+  // Few rows leave most of the GPU idle: more threads share each.
+  if (p.rows * vectors <= kFew && vectors * 4 <= held * most) held /= 4;
   const int64_t warps = (vectors + held * softmax::kNarrowWarp - 1) / (held * softmax::kNarrowWarp);
-  const void* kernel = kernels.rows;
-  int64_t blocks = p.rows, threads = warps * softmax::kNarrowWarp;
+  p.lanes = 1, p.log_lanes = 0, p.chunks = 1;
   if (warps <= 1) {
     while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
-    threads = softmax::kThreads;
-    blocks = (p.rows * p.lanes + threads - 1) / threads;
-  } else if (threads <= softmax::kMostThreads) {
-    p.lanes = static_cast<int>(threads);
-  } else {
-    kernel = kernels.long_rows;
-    threads = softmax::kMostThreads;
+    return {(p.rows * p.lanes + softmax::kThreads - 1) / softmax::kThreads, softmax::kThreads, true};
   }
+  const bool holds = warps * softmax::kNarrowWarp <= most;
+  p.lanes = static_cast<int>(holds ? warps * softmax::kNarrowWarp : most);
+  p.chunks = static_cast<int>((vectors + held * p.lanes - 1) / (held * p.lanes));
+  return {p.rows, p.lanes, holds};
+}
+
+const char* launch(const void* kernel, Params& p, const Grid& grid, void* stream) {
   void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), arguments, 0,
+  cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(grid.blocks)), dim3(static_cast<unsigned>(grid.threads)), arguments, 0,
                    static_cast<cudaStream_t>(stream));
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -33,7 +33,7 @@ CATALOG: tuple[OpSpec, ...] = (
         "softmax",
         ops=("scaled_masked_softmax", "causal_softmax", "softmax_backward"),
         cpu_sources=("softmax/softmax_cpu.cpp",),
-        cuda_sources=("softmax/softmax.cu", "softmax/softmax_backward.cu", "softmax/softmax_long.cu"),
+        cuda_sources=("softmax/softmax.cu", "softmax/softmax_backward.cu"),
     ),
     OpSpec(
         "cross_entropy",

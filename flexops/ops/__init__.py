@@ -8,8 +8,10 @@ from . import cross_entropy as cross_entropy
 from . import fp8 as fp8
 from . import grad_norm as grad_norm
 from . import lamb as lamb
+from . import linear_cross_entropy as linear_cross_entropy
 from . import lion as lion
 from . import norm as norm
+from . import norm_quantized as norm_quantized
 from . import quant as quant
 from . import rope as rope
 from . import softmax as softmax

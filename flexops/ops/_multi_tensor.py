@@ -150,3 +150,24 @@ class Writer:
             value = value / grad_scale.reshape(())
             self.put(grad, value)
         return -value if maximize else value
+
+
+def largest_difference(device: str, states: int, steps: Sequence[Callable[..., object]]) -> float:
+    """Three steps on random float32 numbers by each of two ways to make one, for ``flexops doctor``: the largest difference of all that they write.
+
+    Parameters are of size 1. With a step of size 0.1, a wrong formula shows as 0.01 and more, rounding as 1e-6.
+
+    Args:
+        states: how many states of the parameter's shape a step has; zero to begin with.
+        steps: functions of lists of one tensor each: parameter, gradient, states and step count.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
+    results = []
+    for step in steps:
+        written = [params.clone(), *(torch.zeros_like(params) for _ in range(states))]
+        count = torch.zeros((), device=device)
+        for grad in grads:
+            step([written[0]], [grad], *([state] for state in written[1:]), [count])
+        results.append(torch.stack(written))
+    return float((results[0] - results[1]).abs().max())

@@ -22,6 +22,8 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
+_apply: dict[Any, Callable[..., Any]] = {}
+"""Their ``apply``, less the Python that torch puts before it for functorch's sake."""
 references: dict[Any, Callable[..., Any]] = {}
 """Each op's reference, which is what tests hold native kernels against."""
 
@@ -55,6 +57,7 @@ def define(
     references[op] = reference
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, setup_context, backward)
+        _apply[op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
         _library.impl(name, functools.partial(_call_eagerly, op), "Autograd")
 
 
@@ -72,30 +75,29 @@ def _call_eagerly(op: Any, *args: Any) -> Any:
     if torch.is_grad_enabled():
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                return _differentiable[op].apply(*args)
+                return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op](*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        return op._op(*args)  # which is what op(*args) calls
 
 
-def _function(
-    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+def _function(op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                results = op(*args)
+                results = op._op(*args)
             ctx.set_materialize_grads(False)
             setup_context(ctx, args, results)
             return results
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            if all(gradient is None for gradient in gradients):
-                return (None,) * len(ctx.needs_input_grad)
-            return backward(ctx, *gradients)
+            for gradient in gradients:
+                if gradient is not None:
+                    return refuse_twice(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+            return (None,) * len(ctx.needs_input_grad)
 
+    refuse_twice = torch.autograd.function.once_differentiable(backward)
     Differentiable.__name__ = Differentiable.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
     return Differentiable
 

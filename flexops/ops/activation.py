@@ -232,22 +232,10 @@ def _keep(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
     ctx.options = args[2:]
 
 
-def _biased_gradients(op: str) -> Any:
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        of_x, of_bias = getattr(torch.ops.flexops, op)(grad, x, bias, *ctx.options, ctx.needs_input_grad[1])
-        return of_x if ctx.needs_input_grad[0] else None, of_bias if ctx.needs_input_grad[1] else None, *(None for _ in ctx.options)
-
-    return backward
-
-
-def _gated_gradients(op: str) -> Any:
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        of_gate, of_up = getattr(torch.ops.flexops, op)(grad, gate, up, *ctx.options)
-        return of_gate if ctx.needs_input_grad[0] else None, of_up if ctx.needs_input_grad[1] else None, *(None for _ in ctx.options)
-
-    return backward
+def _gradients(ctx: Any, op: Any, grad: Tensor, *options: bool) -> tuple[Tensor | None, ...]:
+    first, second = op(grad, *ctx.saved_tensors, *ctx.options, *options)
+    wanted = ctx.needs_input_grad
+    return first if wanted[0] else None, second if wanted[1] else None, *(None for _ in ctx.options)
 
 
 def _gelu_name(tanh: bool) -> str:
@@ -260,7 +248,7 @@ define(
     lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
     _biased_fake,
     setup_context=_keep,
-    backward=_biased_gradients("bias_gelu_backward"),
+    backward=lambda ctx, grad: _gradients(ctx, _bias_gelu_backward, grad, ctx.needs_input_grad[1]),
 )
 define(
     "activation",
@@ -274,7 +262,7 @@ define(
     lambda x, bias: _biased(x, bias, "silu"),
     _biased_fake,
     setup_context=_keep,
-    backward=_biased_gradients("bias_silu_backward"),
+    backward=lambda ctx, grad: _gradients(ctx, _bias_silu_backward, grad, ctx.needs_input_grad[1]),
 )
 define(
     "activation",
@@ -288,7 +276,7 @@ define(
     lambda gate, up, interleaved: _gated(gate, up, "silu", interleaved),
     _gated_fake,
     setup_context=_keep,
-    backward=_gated_gradients("swiglu_backward"),
+    backward=lambda ctx, grad: _gradients(ctx, _swiglu_backward, grad),
 )
 define(
     "activation",
@@ -302,7 +290,7 @@ define(
     lambda gate, up, tanh, interleaved: _gated(gate, up, _gelu_name(tanh), interleaved),
     _gated_fake,
     setup_context=_keep,
-    backward=_gated_gradients("geglu_backward"),
+    backward=lambda ctx, grad: _gradients(ctx, _geglu_backward, grad),
 )
 define(
     "activation",
@@ -311,10 +299,15 @@ define(
     _gated_backward_fake,
 )
 
-_bias_gelu = torch.ops.flexops.bias_gelu.default
-_bias_silu = torch.ops.flexops.bias_silu.default
-_swiglu = torch.ops.flexops.swiglu.default
-_geglu = torch.ops.flexops.geglu.default
+# Looked up once: small calls feel it.
+_bias_gelu: Any = torch.ops.flexops.bias_gelu.default
+_bias_gelu_backward: Any = torch.ops.flexops.bias_gelu_backward.default
+_bias_silu: Any = torch.ops.flexops.bias_silu.default
+_bias_silu_backward: Any = torch.ops.flexops.bias_silu_backward.default
+_swiglu: Any = torch.ops.flexops.swiglu.default
+_swiglu_backward: Any = torch.ops.flexops.swiglu_backward.default
+_geglu: Any = torch.ops.flexops.geglu.default
+_geglu_backward: Any = torch.ops.flexops.geglu_backward.default
 
 
 def self_check(device: str) -> float:

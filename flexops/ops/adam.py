@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
@@ -253,18 +253,6 @@ define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()"
 
 
 def self_check(device: str) -> float:
-    """Three AdamW steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference.
-
-    For ``flexops doctor``. The parameters are of size 1 and a step of size 0.1, so a wrong formula shows as 0.01 and more, rounding as 1e-6.
-    """
-    generator = torch.Generator().manual_seed(0)
-    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
-    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": True, "maximize": False, "decoupled": True}
-    results = []
-    steps: tuple[Any, Any] = (torch.ops.flexops.adam_, _adam_reference)
-    for step in steps:
-        param, states, count = params.clone(), [torch.zeros_like(params) for _ in range(3)], torch.zeros((), device=device)
-        for grad in grads:
-            step([param], [grad], *([state] for state in states), [count], **numbers)
-        results.append(torch.stack([param, *states]))
-    return float((results[0] - results[1]).abs().max())
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
+    numbers: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": True, "maximize": False, "decoupled": True}
+    return largest_difference(device, 3, [functools.partial(step, **numbers) for step in (torch.ops.flexops.adam_, _adam_reference)])

@@ -7,13 +7,14 @@ between them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _MOMENTS = (
@@ -59,18 +60,9 @@ def lamb_(
     strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
 
     Args:
-        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
-        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
-        exp_avgs, exp_avg_sqs: float32, of their parameters' shapes, written.
-        state_steps: float32 tensors of one element: how many steps were made before; incremented.
-        lr: learning rate, a float or a float32 tensor of one element (see :func:`flexops.adam_`).
-        beta1, beta2: decay rates of the two averages, in [0, 1).
-        eps: added to the denominator.
         weight_decay: what of the parameter is added to its update, before the trust ratio.
         adapt: whether there is a trust ratio.
-        maximize: ascend.
-        grad_scale: float32, one element: what the gradients were multiplied by.
-        found_inf: float32, one element: nonzero means that nothing at all is done, steps included.
+        params, grads, exp_avgs, exp_avg_sqs, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
@@ -170,18 +162,12 @@ define("lamb", _APPLY, _apply_reference, nothing)
 
 
 def self_check(device: str) -> float:
-    """Three steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference.
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
 
-    For ``flexops doctor``. A step is of size 0.1, so a wrong formula shows as 0.01 and more, rounding as 1e-6.
-    """
-    generator = torch.Generator().manual_seed(0)
-    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
-    results = []
-    passes: tuple[Any, Any] = ((torch.ops.flexops.lamb_moments_, torch.ops.flexops.lamb_apply_), (_moments_reference, _apply_reference))
-    for moments, apply in passes:
-        param, m, v, count = params.clone(), torch.zeros_like(params), torch.zeros_like(params), torch.zeros((), device=device)
-        for grad in grads:
-            norms = moments([param], [grad], [m], [v], [count], 0.9, 0.999, 1e-6, 0.1, False, None, None)
-            apply([param], [m], [v], [count], norms, 0.1, 0.9, 0.999, 1e-6, 0.1, True, None, None)
-        results.append(torch.stack([param, m, v]))
-    return float((results[0] - results[1]).abs().max())
+    def step(moments: Any, apply: Any, params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
+        norms = moments(params, grads, *states, 0.9, 0.999, 1e-6, 0.1, False, None, None)
+        apply(params, *states, norms, 0.1, 0.9, 0.999, 1e-6, 0.1, True, None, None)
+
+    ops = torch.ops.flexops
+    passes: tuple[Any, ...] = (ops.lamb_moments_, ops.lamb_apply_), (_moments_reference, _apply_reference)
+    return largest_difference(device, 2, [functools.partial(step, *each) for each in passes])

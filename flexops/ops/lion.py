@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _SCHEMA = (
@@ -47,15 +47,10 @@ def lion_(
     as for :func:`flexops.adam_`.
 
     Args:
-        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
-        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
         exp_avgs: float32, of their parameters' shapes, written.
-        lr: learning rate, a float or a float32 tensor of one element (see :func:`flexops.adam_`).
         beta1, beta2: what the average weighs in the step, and in the next average, in [0, 1).
         weight_decay: rate of decoupled decay.
-        maximize: ascend.
-        grad_scale: float32, one element: what the gradients were multiplied by.
-        found_inf: float32, one element: nonzero means that nothing at all is done.
+        params, grads, lr, maximize, grad_scale, found_inf: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
@@ -102,17 +97,6 @@ define("lion", _SCHEMA, _reference, nothing)
 
 
 def self_check(device: str) -> float:
-    """Three steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference.
-
-    For ``flexops doctor``. A step is of size 0.1, so a wrong formula shows as 0.1 and more, rounding as 1e-6.
-    """
-    generator = torch.Generator().manual_seed(0)
-    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
-    results = []
-    steps: tuple[Any, Any] = (torch.ops.flexops.lion_, _reference)
-    for step in steps:
-        param, exp_avg = params.clone(), torch.zeros_like(params)
-        for grad in grads:
-            step([param], [grad], [exp_avg], 0.1, 0.9, 0.99, 0.1, False, None, None, None)
-        results.append(torch.stack([param, exp_avg]))
-    return float((results[0] - results[1]).abs().max())
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
+    steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
+    return largest_difference(device, 1, [lambda *lists, step=step: step(*lists[:3], 0.1, 0.9, 0.99, 0.1, False, None, None, None) for step in steps])

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last dimension, with the residual's addition or the result's quantization in the same pass.
+"""Layer norm and RMS norm over the last dimension, with the residual's addition in the same pass.
 
 With ``N`` the last dimension's size (1 to 65536), in float32::
 
@@ -23,9 +23,7 @@ from torch import Tensor
 from ._register import call, define
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODES = (torch.int8, torch.float8_e4m3fn)
 _MOST_COLUMNS = 65536
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -105,65 +103,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     return y, new_residual
 
 
-def rms_norm_quantized(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype = torch.int8, residual: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """RMS norm whose result is written as 8-bit codes with a scale a row: the input of an int8 or fp8 matrix product, in one pass.
-
-    With ``y`` the norm in float32 (it is not rounded to x's dtype first) and ``top`` 127 or 448::
-
-        scale = max(|y|) / top, at least 2**-126; 1 if y is all zeros
-        code  = y * (1 / scale), rounded to nearest even
-        y     = code * scale, as nearly as 8 bits can tell
-
-    A row that holds a NaN or an infinity has codes 0 and a scale of NaN, so that all of it comes back as NaN.
-
-    Args:
-        x, weight, eps: as :func:`rms_norm`'s.
-        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
-        residual: as :func:`add_rms_norm`'s; None to leave the addition out.
-
-    Returns:
-        ``(values, scales)``, or ``(values, scales, new_residual)`` with a residual: the codes, of ``dtype`` and x's shape; scales, float32
-        ``[..., 1]``, which is what ``torch._scaled_mm`` takes for a 2-dimensional ``x``; ``x + residual``, of residual's dtype. All contiguous.
-
-    Raises:
-        TypeError, ValueError: as :func:`layer_norm`; ``dtype`` is another one.
-
-    Not differentiable: results do not require gradients.
-    """
-    _check("rms_norm_quantized", x, residual, weight, None, eps)
-    if dtype not in _CODES:
-        raise TypeError(f"flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
-    x, weight = _detached(x), None if weight is None else _detached(weight)
-    results: tuple[Tensor, ...] = (
-        torch.ops.flexops.rms_norm_quantized(x, weight, eps, dtype)
-        if residual is None
-        else torch.ops.flexops.add_rms_norm_quantized(x, _detached(residual), weight, eps, dtype)
-    )
-    return results
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
-
-
 # ---- arguments ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def _call(name: str, op: Any, arguments: tuple[Any, ...], checked: tuple[Any, ...]) -> Any:
     """What ``op`` gives. Its kernels check the arguments, in less time than it takes here; only what they refuse is looked at here, for its wording."""
     if torch.compiler.is_compiling():
-        _check(name, *checked)
+        check(name, *checked)
         return op(*arguments)
     try:
         return call(op, *arguments)
-    except Exception:
-        _check(name, *checked)
+    except (RuntimeError, TypeError):
+        check(name, *checked)
         raise
 
 
-def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     """Raises if an argument is not as the public functions say."""
     if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() == 0 or not 1 <= x.shape[-1] <= _MOST_COLUMNS:
         _refuse_x(name, x)
@@ -182,7 +137,7 @@ def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None,
 def _check_reference(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     """The same, but references take float64 too: derivatives are checked with it."""
     if x.dtype != torch.float64:
-        _check(name, x, residual, weight, bias, eps)
+        check(name, x, residual, weight, bias, eps)
 
 
 def _is_parameter(parameter: Tensor, x: Tensor) -> bool:
@@ -225,7 +180,7 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """The unrounded result and the rows' statistics: means and reciprocal deviations ``[2, ...]`` if centered, else the latter alone."""
     wide = _widen(x)
     mean = wide.mean(-1, keepdim=True) if centered else wide.new_zeros(())
@@ -238,53 +193,34 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y, torch.stack([mean.squeeze(-1), rstd.squeeze(-1)]) if centered else rstd.squeeze(-1).contiguous()
 
 
-def _add(x: Tensor, residual: Tensor) -> Tensor:
+def add(x: Tensor, residual: Tensor) -> Tensor:
     return (_widen(x) + _widen(residual)).to(residual.dtype).contiguous()
 
 
 def _layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check_reference("layer_norm", x, None, weight, bias, eps)
-    y, statistics = _normalize(x, weight, bias, eps, True)
+    y, statistics = normalize(x, weight, bias, eps, True)
     return y.to(x.dtype).contiguous(), statistics
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check_reference("rms_norm", x, None, weight, None, eps)
-    y, statistics = _normalize(x, weight, None, eps, False)
+    y, statistics = normalize(x, weight, None, eps, False)
     return y.to(x.dtype).contiguous(), statistics
 
 
 def _add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     _check_reference("add_layer_norm", x, residual, weight, bias, eps)
-    new_residual = _add(x, residual)
-    y, statistics = _normalize(new_residual, weight, bias, eps, True)
+    new_residual = add(x, residual)
+    y, statistics = normalize(new_residual, weight, bias, eps, True)
     return y.to(x.dtype).contiguous(), new_residual, statistics
 
 
 def _add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     _check_reference("add_rms_norm", x, residual, weight, None, eps)
-    new_residual = _add(x, residual)
-    y, statistics = _normalize(new_residual, weight, None, eps, False)
+    new_residual = add(x, residual)
+    y, statistics = normalize(new_residual, weight, None, eps, False)
     return y.to(x.dtype).contiguous(), new_residual, statistics
-
-
-def _encode(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    top = 127.0 if dtype == torch.int8 else 448.0
-    largest = y.abs().amax(-1, keepdim=True)
-    broken = ~largest.isfinite()
-    most = torch.full_like(largest, top)  # dividing by a plain number, torch multiplies by its reciprocal on a GPU
-    scales = (largest / most).clamp(min=_LEAST_SCALE).masked_fill(largest == 0, 1.0).masked_fill(broken, torch.nan)
-    codes = (y * scales.reciprocal()).clamp(-top, top).masked_fill(broken, 0.0)
-    return (codes.round() if dtype == torch.int8 else codes).to(dtype).contiguous(), scales.float().contiguous()
-
-
-def _rms_norm_quantized_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _encode(_normalize(x, weight, None, eps, False)[0], dtype)
-
-
-def _add_rms_norm_quantized_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    new_residual = _add(x, residual)
-    return *_encode(_normalize(new_residual, weight, None, eps, False)[0], dtype), new_residual
 
 
 def _differentiate(
@@ -339,7 +275,7 @@ def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
 # ---- fake kernels ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype or x.dtype)
 
 
@@ -348,36 +284,24 @@ def _statistics(x: Tensor, centered: bool) -> Tensor:
     return x.new_empty([2, *x.shape[:-1]] if centered else x.shape[:-1], dtype=dtype)
 
 
-def _scales(x: Tensor) -> Tensor:
-    return x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
-
-
 def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check_reference("layer_norm", x, None, weight, bias, eps)
-    return _like(x), _statistics(x, True)
+    return like(x), _statistics(x, True)
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check_reference("rms_norm", x, None, weight, None, eps)
-    return _like(x), _statistics(x, False)
+    return like(x), _statistics(x, False)
 
 
 def _add_layer_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     _check_reference("add_layer_norm", x, residual, weight, bias, eps)
-    return _like(x), _like(residual), _statistics(residual, True)
+    return like(x), like(residual), _statistics(residual, True)
 
 
 def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     _check_reference("add_rms_norm", x, residual, weight, None, eps)
-    return _like(x), _like(residual), _statistics(residual, False)
-
-
-def _rms_norm_quantized_fake(x: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _like(x, dtype), _scales(x)
-
-
-def _add_rms_norm_quantized_fake(x: Tensor, residual: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x, dtype), _scales(x), _like(residual)
+    return like(x), like(residual), _statistics(residual, False)
 
 
 def _gradient_fake(of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -522,18 +446,6 @@ define(
     _add_rms_norm_fake,
     setup_context=_save_add_rms_norm,
     backward=_add_rms_norm_gradient,
-)
-define(
-    "norm",
-    "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
-    _rms_norm_quantized_reference,
-    _rms_norm_quantized_fake,
-)
-define(
-    "norm",
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _add_rms_norm_quantized_reference,
-    _add_rms_norm_quantized_fake,
 )
 _LAYER_NORM, _LAYER_NORM_BACKWARD = torch.ops.flexops.layer_norm.default, torch.ops.flexops.layer_norm_backward.default
 _RMS_NORM, _RMS_NORM_BACKWARD = torch.ops.flexops.rms_norm.default, torch.ops.flexops.rms_norm_backward.default

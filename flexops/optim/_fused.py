@@ -116,26 +116,33 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
         """The group's parameters that have gradients, with everything that belongs to them."""
-        # With a thousand parameters this costs as much as their step on a GPU, so what every parameter goes through is a few comprehensions.
-        pairs = [(param, grad) for param in group["params"] if (grad := param.grad) is not None]
-        if not pairs:
+        # With a thousand parameters this costs as much as their step on a GPU, so what every parameter goes through is a few comprehensions, which
+        # make no objects that the garbage collector would count.
+        params: list[Tensor] = group["params"]
+        grads: list[Any] = [param.grad for param in params]
+        there = [grad is not None for grad in grads]
+        if not all(there):
+            params, grads = list(itertools.compress(params, there)), list(itertools.compress(grads, there))
+        if not params:
             return ()
         every = self.state
-        params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
         states = [every[param] or self._initialise(param, group) for param in params]
-        kinds = self._kinds(params, states)
-        buckets = [self._choose(kind, kinds, params, grads, states) for kind in dict.fromkeys(kinds)]
+        buckets = self._sorted(self._kinds(params, states), params, grads, states)
         if self._may_be_mixed or not set(map(type, params)) | set(map(type, grads)) <= _PLAIN_TYPES:
             return itertools.chain.from_iterable(map(self._split, buckets))
         return buckets
 
-    def _choose(self, kind: Hashable, kinds: list[Hashable], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> Bucket:
-        """The bucket of one kind."""
-        chosen = [each == kind for each in kinds]
+    def _sorted(self, kinds: list[Hashable], *lists: list[Any]) -> list[Bucket]:
+        """A bucket for each kind, from the lists of parameters, gradients and states."""
+        different = list(dict.fromkeys(kinds))
+        if len(different) == 1:
+            return [self._bucket(different[0], *lists)]
+        return [self._bucket(one, *(list(itertools.compress(each, [kind == one for kind in kinds])) for each in lists)) for one in different]
+
+    def _bucket(self, kind: Hashable, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> Bucket:
         bucket = Bucket(kind)
-        bucket.owners = bucket.params = list(itertools.compress(params, chosen))
-        bucket.grads = list(itertools.compress(grads, chosen))
-        states = list(itertools.compress(states, chosen))
+        bucket.owners = bucket.params = params
+        bucket.grads = grads
         bucket.states = {name: [state[name] for state in states] for name in self._states if name in states[0]}
         return bucket
 

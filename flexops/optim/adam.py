@@ -41,6 +41,8 @@ class _FusedAdam(FusedOptimizer):
             return {}
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
         if isinstance(copies, torch.dtype):
+            if any(param.is_complex() for param in params):
+                raise ValueError(f"flexops.optim.{type(self).__name__}: a complex parameter has no copy in {copies}")
             return {param: param.detach().to(copies, copy=True) for param in params}
         if isinstance(copies, Mapping):
             return dict(copies)
@@ -97,7 +99,7 @@ _OPTIONS = """
             Copies are not part of the state dict.
 
     Raises:
-        ValueError: an option is out of range or not supported.
+        ValueError: an option is out of range or not supported, or a complex parameter is to have a copy.
     """
 
 

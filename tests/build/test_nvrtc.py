@@ -17,7 +17,7 @@ CSRC = layout.csrc_root()
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 ELEMENTS = ("float", "flexops::f16", "flexops::bf16", "flexops::AnyElement")
 ROW_LOSSES = ("cross_entropy_rows", "cross_entropy_ring", "scale_rows")
-SOFTMAXES = ("softmax_long", "softmax_backward_rows", "softmax_backward_long")
+SOFTMAXES = ("softmax_general", "softmax_long", "softmax_backward_rows")
 KERNELS = {
     "activation/activation_biased.cuh": (
         *(f"flexops::activation::biased<{type_}, {erf}, {back}>" for type_ in ELEMENTS for erf in ("false", "true") for back in ("false", "true")),
@@ -55,6 +55,7 @@ KERNELS = {
     "lion/lion.cuh": tuple(f"flexops::lion::lion_kernel<{general}>" for general in ("false", "true")),
     "cross_entropy/cross_entropy.cuh": (
         *(f"flexops::cross_entropy::{kernel}<flexops::rows::{type_}>" for kernel in ROW_LOSSES for type_ in ("kF32", "kF16", "kBf16")),
+        *(f"flexops::cross_entropy::cross_entropy_rows<flexops::rows::{type_}, false>" for type_ in ("kF32", "kF16", "kBf16")),
         *(f"flexops::cross_entropy::cross_entropy_finish<{mean}>" for mean in ("false", "true")),
     ),
     "softmax/softmax.cuh": (
@@ -63,14 +64,14 @@ KERNELS = {
     ),
     "norm/norm.cuh": (),
     "norm/norm_forward.cuh": (
-        *(f"flexops::norm::forward_held<{type_}, false, 4>" for type_ in ELEMENTS[:3]),
-        *(f"flexops::norm::forward_held<{type_}, true, 4>" for type_ in ("float", "flexops::bf16")),
-        *(f"flexops::norm::forward_held<{type_}, true, 8>" for type_ in ("flexops::f16", "flexops::bf16")),
+        *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, 2", "false, 8", "true, 4")),
+        *(f"flexops::norm::forward_layer<{t}>" for t in ELEMENTS[1:3]),
+        *(f"flexops::norm::forward_codes<{t}>" for t in ELEMENTS[:3]),
         *(f"flexops::norm::forward_rows<{type_}>" for type_ in ("float", "flexops::norm::Half", "flexops::norm::Any")),
     ),
     "norm/norm_backward.cuh": (
         *(f"flexops::norm::backward_walk<{type_}, true>" for type_ in ELEMENTS[:3]),
-        "flexops::norm::backward_walk<flexops::bf16, false>",
+        *(f"flexops::norm::backward_walk<flexops::bf16, {way}>" for way in ("false", "true, true")),
         *(
             f"flexops::norm::{kernel}<{type_}>"
             for kernel in ("backward_input", "backward_parameters")
@@ -142,7 +143,7 @@ def _libraries() -> Iterator[Path]:
 
 def test_no_kernel_is_left_out() -> None:
     for header in sorted(path.relative_to(CSRC).as_posix() for path in CSRC.glob("*/*.cuh") if path.parent.name != "common"):
-        defined = set(re.findall(r"__global__ void (?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(", (CSRC / header).read_text()))
+        defined = set(re.findall(r"__global__ void (?:__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*)?(\w+)(?:<\w+>)?\(", (CSRC / header).read_text()))
         listed = {re.sub(r"<.*", "", kernel).rpartition("::")[2] for kernel in KERNELS.get(header, ())}
         assert defined == listed, header
 

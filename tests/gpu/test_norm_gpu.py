@@ -11,6 +11,7 @@ import torch
 import flexops
 from flexops.op_builder import loader
 from flexops.ops import norm as norm_module
+from flexops.ops import norm_quantized as quantized_module
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,12 +99,48 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
         x[4, columns // 2] = torch.inf
         for arguments in ((x, weight), (x, None, 1e-6, dtype, residual)):
             values, scales, *rest = flexops.rms_norm_quantized(*arguments[:2], 1e-6, dtype, *arguments[4:])
-            op = norm_module._add_rms_norm_quantized_reference if rest else norm_module._rms_norm_quantized_reference
+            op = quantized_module._add_rms_norm_quantized_reference if rest else quantized_module._rms_norm_quantized_reference
             expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
             torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
             difference = (values.view(torch.int8).int() - expected.view(torch.int8).int()).abs()
             assert difference.max() <= 1
             assert difference.sum() <= 3 + difference.numel() // 200  # ties: sums are rounded another way
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("factor", [2.0**-80, 1.0, 2.0**80])
+def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> None:
+    """Where x * weight comes near them, or leaves them, but the result does not."""
+    x, weight = torch.randn(40, 4096, device="cuda").to(x_dtype), torch.rand(4096, device="cuda").add(0.5)
+    if x_dtype != torch.float16:
+        x = (x.float() * 2.0**50 if factor > 1 else x.float() * 2.0**-50 if factor < 1 else x).to(x_dtype)
+        weight = (weight * factor).to(x_dtype)
+    else:
+        weight = weight.to(x_dtype)
+    values, scales = flexops.rms_norm_quantized(x, weight, 0.0)
+    expected, expected_scales = quantized_module._rms_norm_quantized_reference(x, weight, 0.0, torch.int8)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
+    difference = (values.int() - expected.int()).abs()
+    assert difference.max() <= 1
+    assert difference.sum() <= 3 + difference.numel() // 200
+
+
+@pytest.mark.parametrize("columns", [8, 128, 136, 1000, 1032, 8192, 16384, 32768])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(x_dtype: torch.dtype, columns: int) -> None:
+    """The kernels' sums are as good as sums of squares off the mean, wherever the outlier lies."""
+    rows = 200000 // columns * 32 + 1
+    x = torch.randn(rows, columns, device="cuda")
+    x[::4, 0] += 1000
+    x[1::4, columns // 2] -= 1000
+    x[2::4] += 100
+    x = x.to(x_dtype)
+    weight, bias = torch.randn(2, columns, device="cuda").to(x_dtype)
+    y = flexops.layer_norm(x, weight, bias).double()
+    exact = torch.nn.functional.layer_norm(x.double(), (columns,), weight.double(), bias.double())
+    # A mean of 100 is known to 2^-24 of itself, which deviations of 1 inherit.
+    bound = ROUNDING[x_dtype] * exact.abs() + 4e-5 * (weight.double().abs() + 1)
+    assert ((y - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 8192, 16384, 20000])

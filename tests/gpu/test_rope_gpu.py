@@ -67,3 +67,19 @@ def test_more_items_than_one_launch_counts() -> None:
     for part in (slice(0, 50), slice(2**28 - 100, 2**28 + 100), slice(length - 50, length)):
         alone = flexops.rotary_embedding(query[:, :, part].clone(), None, cos[part], sin[part])[0]
         assert torch.equal(result[:, :, part], alone[:, :, : alone.shape[2]])
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "size"), [(2, 3, 2**20 + 5, 64), (1, 140000, 3, 16)])
+@pytest.mark.parametrize("length_first", [False, True])
+def test_more_blocks_than_the_second_dimension_of_a_grid_has(batch: int, heads: int, length: int, size: int, length_first: bool) -> None:
+    middle = (length, heads) if length_first else (heads, length)
+    query = torch.randn(batch, *middle, size, dtype=torch.bfloat16, device="cuda")
+    query = query.transpose(1, 2) if length_first else query
+    angles = torch.rand(size // 2, device="cuda") + torch.arange(length, device="cuda")[:, None] % 7
+    cos, sin = angles.cos(), angles.sin()
+    result = flexops.rotary_embedding(query, None, cos, sin)[0]
+    ends = [slice(0, 50), slice(length - 50, length)] if length > 100 else [slice(0, length)]
+    for part in ends:
+        for some in (slice(0, 3), slice(heads - 3, heads)):
+            alone = flexops.rotary_embedding(query[:, some, part].clone(), None, cos[part].clone(), sin[part].clone())[0]
+            assert torch.equal(result[:, some, part], alone)

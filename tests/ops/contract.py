@@ -112,6 +112,7 @@ class Case:
         autocast: the dtype of the parameters inside an autocast region; False: not tried.
         accuracy: False for what has no error to measure, because its results have the reference's bits, say.
         slack: what the largest and the mean error may be of the rival's. The largest is that of one element of thousands: it is the mean that decides.
+        draws: how often inputs are drawn to measure errors; many, where results are few numbers, whose mean error is a matter of luck.
         devices: device types.
         inductor: also compiled with inductor, which takes ten seconds. None: the family's first case is.
     """
@@ -137,6 +138,7 @@ class Case:
     autocast: bool = True
     accuracy: bool = True
     slack: tuple[float, float] = (2.0, 1.05)
+    draws: int = 1
     devices: tuple[str, ...] = ("cpu", "cuda")
     inductor: bool | None = None
 
@@ -290,6 +292,32 @@ def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     return float(difference.max()), float(difference.mean())
 
 
+class Measured(NamedTuple):
+    """Largest and mean error of a result, ours and the rival's, and the result's size."""
+
+    ours: tuple[float, float]
+    rivals: tuple[float, float]
+    size: float
+
+
+def _measure(case: Case, make: Make) -> dict[str, Measured]:
+    """Of each result and gradient with its label."""
+    args = case.inputs(make, case.shapes[-1])
+    exact = run(case.oracle, _cast(args, torch.float64), case.differentiable)
+    results = (run(call, args, case.differentiable) for call in (case.call, case.rival or case.oracle))
+    labels = [f"result {i}" for i in range(len(exact.outputs))] if len(exact.outputs) > 1 else ["result"]
+    labels += [f"gradient of {_name(case, i)}" for i in case.differentiable]
+    measured = {}
+    for label, one, other, value in zip(labels, *([*result.outputs, *result.gradients] for result in (*results, exact)), strict=True):
+        if one is not None and other is not None and value is not None and value.is_floating_point():
+            measured[label] = Measured(errors(_numbers(one), value), errors(_numbers(other), value), float(_size(value)))
+    return measured
+
+
+def _pooled(draws: list[tuple[float, float]]) -> tuple[float, float]:
+    return max(largest for largest, _ in draws), sum(mean for _, mean in draws) / len(draws)
+
+
 # ---- layouts -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +364,7 @@ def _layouts(case: Case) -> list[str]:
 
 
 _APPLIES: dict[str, Callable[[Case], object]] = {
+    "test_differentiable_once": lambda case: case.differentiable,
     "test_gradients_are_float64s": lambda case: case.differentiable,
     "test_gradients_of_any_strides": lambda case: case.differentiable,
     "test_gradcheck": lambda case: case.differentiable,
@@ -419,20 +448,13 @@ class Contract:
 
     def test_accuracy(self, case: Case, device: str, dtype: torch.dtype) -> None:
         """Against float64: no further from it than torch's own kernel."""
-        args = case.inputs(Make(dtype, device, seed=3), case.shapes[-1])
-        exact = run(case.oracle, _cast(args, torch.float64), case.differentiable)
-        ours = run(case.call, args, case.differentiable)
-        torchs = run(case.rival or case.oracle, args, case.differentiable)
-        results = [f"result {i}" for i in range(len(exact.outputs))] if len(exact.outputs) > 1 else ["result"]
-        labels = [*results, *(f"gradient of {_name(case, i)}" for i in case.differentiable)]
+        draws = [_measure(case, Make(dtype, device, seed=3 + draw)) for draw in range(case.draws)]
         worse = []
-        tensors = ([*result.outputs, *result.gradients] for result in (ours, torchs, exact))
-        for label, one, other, value in zip(labels, *tensors, strict=True):
-            if one is None or other is None or value is None or not value.is_floating_point():
-                continue
-            mine, theirs = errors(_numbers(one), value), errors(_numbers(other), value)
-            _write_accuracy(case, device, dtype, label, mine, theirs, float(_size(value)))
-            noise = 2.0**-26 * float(_size(value))  # what is far below a float32's grain says nothing
+        for label in draws[0]:
+            mine, theirs = (_pooled([draw[label][which] for draw in draws]) for which in (0, 1))
+            size = sum(draw[label].size for draw in draws) / len(draws)
+            _write_accuracy(case, device, dtype, label, mine, theirs, size)
+            noise = 2.0**-26 * size  # what is far below a float32's grain says nothing
             if any(a > b * slack + noise for a, b, slack in zip(mine, theirs, case.slack, strict=True)):
                 worse.append(f"{label}: largest and mean error {mine}, torch's {theirs}")
         assert not worse, "\n".join(worse)
@@ -457,6 +479,16 @@ class Contract:
 
         with OnReference():
             assert torch.autograd.gradcheck(function, [args[position] for position in positions], eps=1e-6, atol=1e-6, rtol=1e-4)
+
+    def test_differentiable_once(self, case: Case, device: str) -> None:
+        """Asking for more raises, and does not give what is wrong."""
+        args = _copies(case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable)
+        outputs = [output for output in tensors_of(case.call(*args)) if output.requires_grad]
+        given = [gradient.requires_grad_() for gradient in _output_gradients(outputs)]
+        inputs = [args[position] for position in case.differentiable]
+        gradients = torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.stack([gradient.sum() for gradient in gradients if gradient is not None]).sum().backward()
 
     def test_the_same_bits_twice(self, case: Case, device: str) -> None:
         """And without autograd, and in inference mode."""

@@ -9,6 +9,7 @@ They run on the CPU and, marked ``gpu``, on CUDA.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import subprocess
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops import optim
 from flexops.bench.reference import OnReference
 from flexops.op_builder import loader
 from flexops.ops.adam8bit import blocks
@@ -49,6 +51,7 @@ class Step:
         exact: ``(row of float64 tensors, one of each list; numbers) -> the row after a step``.
         options: options of the class that mean the same as ``numbers``, except ``lr``.
         bad_numbers: names of numbers that must not be negative.
+        operator: its name; the family's with a ``_``, unless told.
     """
 
     family: str
@@ -59,6 +62,7 @@ class Step:
     exact: Callable[[list[Tensor], dict[str, Any]], list[Tensor]]
     options: dict[str, Any] = field(default_factory=dict)
     bad_numbers: tuple[str, ...] = ("lr", "weight_decay")
+    operator: str = ""
 
 
 def make_lists(step: Step, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str, *, shapes: list[Any] = SHAPES, seed: int = 0) -> Lists:
@@ -322,7 +326,7 @@ class StepContract:
         wrong = [(name, value) for name in self.step.bad_numbers for value in (-1.0, float("nan"))]
         wrong += [(name, 1.0) for name in self.step.numbers if name.startswith("beta")]
         for name, value in wrong:
-            with pytest.raises(ValueError, match=rf"flexops::{self.step.family}_: {name} must"):
+            with pytest.raises(ValueError, match=rf"flexops::{self.step.operator or self.step.family + '_'}: {name} must"):
                 self.call(self.lists("cpu"), **{name: value})
         for name in ("lr", "grad_scale", "found_inf"):
             with pytest.raises(TypeError, match=rf": {name} must be a float32 tensor of one element"):
@@ -333,19 +337,19 @@ class StepContract:
     @needs_mutable_lists
     @ON_BOTH
     def test_opcheck(self, device: str) -> None:
-        calls: list[tuple[Any, Any]] = []
+        calls: list[tuple[Any, Any, Any]] = []
 
         class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 if func.namespace == "flexops":
-                    calls.append((func, torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)))
+                    calls.append((func, *torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))))
                 return func(*args, **(kwargs or {}))
 
         with Recorder():
             self.call(self.lists(device, torch.float32, torch.bfloat16, shapes=SHAPES[:3]))
         assert calls
-        for op, args in calls:
-            torch.library.opcheck(op, args)
+        for op, args, kwargs in calls:
+            torch.library.opcheck(op, args, kwargs)
 
     @needs_mutable_lists
     @ON_BOTH
@@ -522,6 +526,7 @@ class StepContract:
         optimizer.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            optim.clip_grad_norm_(params, 1.0)
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -603,3 +608,110 @@ class StepContract:
         optimizer.step()
         for param in params[1:]:
             torch.testing.assert_close(param.detach().cpu(), params[0].detach())
+
+
+class TorchStepContract(StepContract):
+    """For an optimizer that ``torch.optim`` has, too: it is that one to whoever uses it."""
+
+    oracle: ClassVar[Any]
+    """torch's class."""
+    torch_options: ClassVar[list[dict[str, Any]]]
+    """Options of both classes: each alone, and the ones that meet in one line of the formula together."""
+
+    def both(self, device: str, options: dict[str, Any], **changes: Any) -> list[tuple[list[torch.nn.Parameter], Any]]:
+        """Ours and torch's, each with the same parameters of its own."""
+        pairs = []
+        for kind in (self.step.optimizer, self.oracle):
+            params = make_params(device, **changes)
+            pairs.append((params, kind(params, lr=0.05, **options)))
+        return pairs
+
+    @ON_BOTH
+    def test_torch_after_many_steps(self, device: str) -> None:
+        for options in self.torch_options:
+            (params, optimizer), (expected, oracle) = self.both(device, options)
+            for step in range(20):
+                for each, stepper in ((params, optimizer), (expected, oracle)):
+                    set_grads(each, seed=step)
+                    stepper.step()
+            for left, right in zip(params, expected, strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6, msg=lambda text, options=options: f"{options}: {text}")
+                state, wanted = optimizer.state[left], oracle.state[right]
+                assert set(state) == set(wanted)
+                for name in wanted:
+                    torch.testing.assert_close(state[name], wanted[name], rtol=1e-5, atol=1e-5, check_dtype=False, check_device=False)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("first", ["ours", "theirs"])
+    def test_torch_state_dicts_load_both_ways(self, first: str, device: str) -> None:
+        kinds: list[Any] = [self.step.optimizer, self.oracle] if first == "ours" else [self.oracle, self.step.optimizer]
+        for options in self.torch_options:
+            (params, _), (expected, oracle) = self.both(device, options)
+            optimizer = kinds[0](params, lr=0.05, **options)
+            for step in range(6):
+                if step == 3:
+                    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+                    optimizer = kinds[1](params, lr=1.0)
+                    optimizer.load_state_dict(saved)
+                for each, stepper in ((params, optimizer), (expected, oracle)):
+                    set_grads(each, seed=step)
+                    stepper.step()
+            for left, right in zip(params, expected, strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+
+    def test_torch_class_can_be_replaced(self) -> None:
+        params = make_params("cpu")
+        assert isinstance(self.step.optimizer(params), self.oracle)
+        ours, theirs = (inspect.signature(kind).parameters for kind in (self.step.optimizer, self.oracle))
+        for name, parameter in theirs.items():
+            assert ours[name].kind == parameter.kind, name
+            assert ours[name].default == parameter.default, name
+        positional = [name for name, parameter in theirs.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
+        assert list(ours)[: len(positional)] == positional
+        for flag in {"foreach", "maximize", "capturable", "fused"} & set(theirs):
+            self.step.optimizer(params, **{flag: True})
+        self.step.optimizer([{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.3}], lr=torch.tensor(0.1))
+        with pytest.raises(ValueError, match="differentiable=True is not supported"):
+            self.step.optimizer(params, differentiable=True)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("unscale", [False, True])
+    def test_torch_under_a_grad_scaler(self, unscale: bool, device: str) -> None:
+        results = []
+        for params, optimizer in self.both(device, self.torch_options[1]):
+            scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+            for step in range(6):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(step)
+                scaler.scale(sum((param * torch.randn(param.shape, generator=generator).to(device)).sum() for param in params)).backward()
+                if step == 3:
+                    params[1].grad[0, 0] = float("inf")
+                if unscale:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(params, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((params, scaler.get_scale(), optimizer.state[params[0]]["step"].item()))
+        assert results[0][1:] == results[1][1:]
+        assert results[0][2] == 5
+        for left, right in zip(results[0][0], results[1][0], strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+
+    @ON_BOTH
+    def test_torch_with_gradients_that_are_not_finite(self, device: str) -> None:
+        for options in self.torch_options:
+            pairs = self.both(device, options, shapes=[(5, 9)])
+            for params, optimizer in pairs:
+                params[0].grad = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0], device=device).repeat(9).view(5, 9)
+                optimizer.step()
+            torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], equal_nan=True)
+
+    @ON_BOTH
+    def test_torch_with_complex_parameters(self, device: str) -> None:
+        pairs = self.both(device, self.torch_options[1], dtype=torch.complex64, shapes=[(9,)])
+        for step in range(4):
+            grad = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(step)).to(device)
+            for params, optimizer in pairs:
+                params[0].grad = grad.clone()
+                optimizer.step()
+        torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], rtol=1e-5, atol=1e-6)

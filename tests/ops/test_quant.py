@@ -443,8 +443,12 @@ def test_the_ops_themselves_check_too() -> None:
     for arguments in wrong:
         with pytest.raises(RuntimeError, match="flexops::dequantize: "):
             torch.ops.flexops.dequantize(*arguments, torch.float32)
-    with pytest.raises(RuntimeError, match="flexops::dequantize: dtype must be"):
-        torch.ops.flexops.dequantize(*q, torch.float64)
+    others = (torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    for dtype in others:
+        with pytest.raises(RuntimeError, match=rf"flexops::dequantize: dtype must be .*, got {str(dtype).removeprefix('torch.')}"):
+            torch.ops.flexops.dequantize(*q, dtype)
+    with pytest.raises(RuntimeError, match=r"flexops::dequantize: dtype must be .*, got another dtype"):
+        torch.ops.flexops.dequantize(*q, torch.complex64)
     for arguments in (
         (torch.zeros(4, dtype=torch.int8), 4, 64, 0, False),
         (torch.zeros(4), 5, 64, 0, False),

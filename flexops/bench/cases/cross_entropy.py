@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import cross_entropy as op
+from ...ops import linear_cross_entropy as linear
 from .case import Case, Function, Functions, Setup, contenders, library
 
 FAMILY = "cross_entropy"
@@ -31,7 +32,7 @@ def cross_entropy(setup: Setup) -> Iterator[Case]:
     rows, width, dtype = (setup.rows(8192), 4096, torch.bfloat16) if cuda else (setup.rows(2048), 256, torch.float32)  # few CPUs multiply bfloat16
     x, weight = setup.randn(rows, width, dtype=dtype), setup.randn(vocabulary, width, dtype=dtype).mul_(0.02)
     target = torch.randint(0, vocabulary, (rows,), device=setup.device)
-    functions = contenders(setup, op.linear_cross_entropy, torch_linear, library("Liger", LIGER, "liger_fused_linear_cross_entropy"))
+    functions = contenders(setup, linear.linear_cross_entropy, torch_linear, library("Liger", LIGER, "liger_fused_linear_cross_entropy"))
     if setup.compile:
         functions = {**functions, **setup.compiled(torch_linear, "default")}  # tuning its matrix products would take minutes
     what = f"linear_cross_entropy {'bf16' if cuda else 'fp32'} {rows}x{width} -> {vocabulary}"

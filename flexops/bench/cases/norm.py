@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import norm as op
+from ...ops import norm_quantized
 from .case import FLEXOPS, TORCH, Case, Functions, Setup, contenders, forward_and_backward, library, small_calls
 
 FAMILY = "norm"
@@ -46,7 +47,7 @@ def _norms(setup: Setup, what: str, rows: int, width: int, dtype: torch.dtype) -
 
 def _quantized(setup: Setup, rows: int) -> Iterator[Case]:
     x, weight = setup.randn(rows, WIDTH), setup.randn(WIDTH)
-    functions = contenders(setup, op.rms_norm_quantized, rms_norm_quantized)
+    functions = contenders(setup, norm_quantized.rms_norm_quantized, rms_norm_quantized)
     size = (x.numel() * 3, "reads x, writes a byte an element")
     yield from forward_and_backward(FAMILY, "rms_norm_quantized", f"rms_norm_quantized int8, bf16 {rows}x{WIDTH}", functions, (x, weight), size, None)
 

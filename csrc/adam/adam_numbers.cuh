@@ -1,0 +1,38 @@
+// The numbers of an Adam step on the device; adam8bit's, too.
+#pragma once
+
+#include "common/device.cuh"
+
+namespace flexops::adam {
+
+/// What all tensors share; pointers null where not used.
+struct Numbers {
+  const float *grad_scale, *found_inf;
+  const float* lr_tensor;
+  float lr;
+  float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float eps;
+  float weight_decay;
+  bool decoupled, maximize;
+};
+
+/// What all elements of one tensor share.
+struct Factors {
+  float step_size, inverse_bias2;
+  float l2, decay;
+  float sign, grad_scale;
+
+  /// step: how many steps were made, this one included.
+  FLEXOPS_DEVICE void find(const Numbers& n, float step) {
+    const float rate = n.lr_tensor ? *n.lr_tensor : n.lr;
+    step_size = rate / -expm1f(step * n.log_beta1);
+    inverse_bias2 = 1.0f / sqrtf(-expm1f(step * n.log_beta2));
+    l2 = n.decoupled ? 0.0f : n.weight_decay;
+    decay = n.decoupled ? rate * n.weight_decay : 0.0f;
+    sign = n.maximize ? -1.0f : 1.0f;
+    grad_scale = n.grad_scale ? *n.grad_scale : 1.0f;
+  }
+};
+
+}  // namespace flexops::adam

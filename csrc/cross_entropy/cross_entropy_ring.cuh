@@ -1,0 +1,173 @@
+// The parts of cross entropy's way for sm_90: rows streamed through the shared memory of clusters of blocks.
+#pragma once
+
+#include "cross_entropy/cross_entropy_row.cuh"
+
+namespace flexops::cross_entropy {
+
+// Tuned on one H200.
+constexpr int kRingLeast = 2048;                         // vectors of a row that is streamed
+constexpr int kRingThreads = 512;                        // that compute
+constexpr int kRingVectors = 4;                          // of a chunk that a thread takes
+constexpr int kRingChunks = 6;                           // that a ring holds
+constexpr int kRingShare = 3;                            // of a row, in chunks, that a block takes at most: two rows' must fit the ring
+constexpr int kMostBlocks = 8;                           // of a cluster
+constexpr int kRingChunk = kRingThreads * kRingVectors;  // vectors
+constexpr int kRingWarps = kRingThreads / kNarrowWarp;
+
+#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define FLEXOPS_HAS_CLUSTERS 1
+FLEXOPS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+FLEXOPS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Barriers in shared memory, by their address there. Each use of one is a phase, even or odd.
+FLEXOPS_DEVICE u32 shared_address(const void* pointer) {
+  u32 out;
+  asm("{\n.reg .u64 wide;\ncvta.to.shared.u64 wide, %1;\ncvt.u32.u64 %0, wide;\n}" : "=r"(out) : "l"(pointer));
+  return out;
+}
+FLEXOPS_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+FLEXOPS_DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+FLEXOPS_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+FLEXOPS_DEVICE void barrier_wait(u32 barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(phase)
+                 : "memory");
+  } while (done == 0);
+}
+/// 16 bytes or a multiple from global to shared memory; `barrier` is told when they are there.
+FLEXOPS_DEVICE void copy_async(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// Writes to the place that `to` is in block `rank` of the cluster, and tells its `barrier`.
+FLEXOPS_DEVICE void send(u32 to, u32 barrier, int rank, float4 value) {
+  asm volatile(
+      "{\n.reg .u32 there, bell;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bell, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [bell];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "r"(bit_cast<u32>(value.x)), "r"(bit_cast<u32>(value.y)), "r"(bit_cast<u32>(value.z)),
+      "r"(bit_cast<u32>(value.w))
+      : "memory");
+}
+
+/// A place in the ring, and the phase of its barriers.
+struct Slot {
+  int index;
+  u32 phase;
+
+  FLEXOPS_DEVICE void advance() {
+    if (++index == kRingChunks) index = 0, phase ^= 1;
+  }
+};
+
+/// The part of a row that a block has: elements [begin, end), the first of which is at a multiple of 16 bytes and may be before the row.
+struct Part {
+  i64 row;
+  int begin, end, target;
+  bool valid;
+
+  template <Type type>
+  FLEXOPS_DEVICE static Part of(const Params& p, i64 row, i64 wanted, int rank) {
+    constexpr int N = kVector<type>;
+    Part out;
+    out.row = row;
+    out.valid = wanted >= 0 && wanted < p.length;
+    out.target = out.valid ? static_cast<int>(wanted) : -N;
+    out.begin = rank * p.part * N - head_of<type>(static_cast<const Element<type>*>(p.logits) + row * p.stride);
+    const int rest = p.length - out.begin, reach = p.part * N;
+    out.end = out.begin + (rest < reach ? rest : reach);
+    return out;
+  }
+};
+
+/// The ring and its barriers, by their addresses in shared memory.
+struct Ring {
+  const Packed* data;
+  u32 full, empty, told;
+
+  FLEXOPS_DEVICE u32 full_at(const Slot& slot) const { return full + 8 * slot.index; }
+  FLEXOPS_DEVICE u32 empty_at(const Slot& slot) const { return empty + 8 * slot.index; }
+  FLEXOPS_DEVICE const Packed* chunk(const Slot& slot) const { return data + slot.index * kRingChunk; }
+};
+
+/// Copies the block's parts of its rows into the ring. For one thread.
+template <Type type>
+FLEXOPS_DEVICE void fill_ring(const Params& p, const Ring& ring, int rank, i64 row, i64 step) {
+  constexpr int N = kVector<type>;
+  Slot slot = {0, 0};
+  for (; row < p.rows; row += step) {
+    const i64 wanted = p.target[row];
+    if (wanted == p.ignore_index) continue;
+    const Element<type>* x = static_cast<const Element<type>*>(p.logits) + row * p.stride;
+    const Part part = Part::of<type>(p, row, wanted, rank);
+    for (int at = part.begin; at < part.end; at += kRingChunk * N) {
+      const int vectors = (part.end - at + N - 1) / N;
+      const u32 bytes = static_cast<u32>(vectors < kRingChunk ? vectors : kRingChunk) * 16;
+      barrier_wait(ring.empty_at(slot), slot.phase ^ 1);  // passes at once for the first chunks
+      barrier_expect(ring.full_at(slot), bytes);
+      copy_async(shared_address(ring.chunk(slot)), x + at, bytes, ring.full_at(slot));
+      slot.advance();
+    }
+  }
+}
+
+/// What this thread's logits of the part contribute.
+template <Type type>
+FLEXOPS_DEVICE State add_part(const Params& p, const Ring& ring, const Part& part, Slot& slot) {
+  constexpr int N = kVector<type>, V = kRingVectors;
+  const int thread = static_cast<int>(threadIdx.x);
+  State s = {-infinity(), 0.0f, 0.0f};
+  for (int from = part.begin; from < part.end; from += kRingChunk * N) {
+    const Packed* chunk = ring.chunk(slot) + thread;
+    barrier_wait(ring.full_at(slot), slot.phase);
+    Packed raw[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const int at = from + (thread + k * kRingThreads) * N;
+      raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
+      if (at < part.end) raw[k] = clip<type>(chunk[k * kRingThreads], at, p.length);
+    }
+    add_vectors<type, V>(s, p, raw, from + thread * N, kRingThreads * N, part.end);
+    slot.advance();
+  }
+  return s;
+}
+
+/// Writes the part's gradient, and gives its chunks back.
+template <Type type>
+FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& part, Slot& slot, const Gradient& g) {
+  constexpr int N = kVector<type>, V = kRingVectors;
+  const int thread = static_cast<int>(threadIdx.x);
+  Element<type>* out = static_cast<Element<type>*>(p.out) + part.row * p.out_stride;
+  for (int from = part.begin; from < part.end; from += kRingChunk * N) {
+    const Packed* chunk = ring.chunk(slot) + thread;
+    Packed raw[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      if (from + (thread + k * kRingThreads) * N < part.end) raw[k] = chunk[k * kRingThreads];
+    }
+    __syncwarp();
+    if (thread % kNarrowWarp == 0) barrier_arrive(ring.empty_at(slot));
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const int at = from + (thread + k * kRingThreads) * N;
+      if (at >= part.end) break;
+      write_vector<type>(p, out, raw[k], at, g, part.target);
+    }
+    slot.advance();
+  }
+}
+
+#else
+#define FLEXOPS_HAS_CLUSTERS 0
+#endif
+
+}  // namespace flexops::cross_entropy

@@ -1,0 +1,213 @@
+// A row of cross entropy: what of it a thread adds up, and the gradient that it writes. What is computed: flexops/ops/cross_entropy.py.
+#pragma once
+
+#include "common/rows.cuh"
+
+namespace flexops::cross_entropy {
+
+using namespace flexops::rows;
+
+constexpr Cache kRead = Cache::streaming, kWrite = Cache::streaming;
+constexpr int kMostThreads = 1024;  // of a block
+constexpr int kWarps = kMostThreads / kNarrowWarp;
+
+constexpr float kLog2e = 1.44269504088896341f;
+
+struct Params {
+  void* logits;
+  void* out;  // of the gradient, or null; may be the logits
+  const i64* target;
+  float* losses;          // null: maxima and sums are read, not written, and only the gradient is made
+  float *maxima, *sums;   // of each row: its greatest logit, and the sum of the powers of the distances to it
+  float* divisor;         // of the sum of losses; null: 1
+  const float* upstream;  // factors of the gradient, or null
+  i64 rows, stride, out_stride, ignore_index;
+  int length;
+  int each_row;          // 1: upstream has one factor for each row
+  int lanes, log_lanes;  // threads that share a row: a power of two up to 32, or the block
+  int blocks;            // that share a row, if blocks do
+  int part;              // vectors of a block
+  int count;             // 1: the divisor is the number of rows that are not ignored, which blocks find by themselves
+  float smoothing, z_loss;
+};
+
+// ---- numbers --------------------------------------------------------------------------------------------------------
+
+// 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's own, to the last bits.
+template <Type type>
+constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
+
+/// e to the power of (value - base / kUnit).
+template <Type type>
+FLEXOPS_DEVICE float power(float value, float base) {
+  if constexpr (type == kF32) return expf(value - base);
+  return quick_exp2(__fmaf_rn(value, kLog2e, -base));
+}
+
+/// e to the power of a distance between maxima.
+FLEXOPS_DEVICE float rescale(float distance) { return quick_exp2(distance * kLog2e); }
+
+/// What a set of logits contributes: their maximum, the sum of the powers of their distances to it, and their sum.
+struct State {
+  float maximum, sum, total;
+};
+
+FLEXOPS_DEVICE float settle(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
+
+/// Over neighbouring lanes.
+FLEXOPS_DEVICE State reduce_lanes(State s, int lanes, bool with_total) {
+  float maximum = s.maximum;
+  for (int mask = lanes / 2; mask > 0; mask /= 2) maximum = fmaxf(maximum, shuffle_xor(maximum, mask, kNarrowWarp));
+  s.sum *= rescale(s.maximum - settle(maximum));
+  s.maximum = maximum;
+  for (int mask = lanes / 2; mask > 0; mask /= 2) {
+    s.sum += shuffle_xor(s.sum, mask, kNarrowWarp);
+    if (with_total) s.total += shuffle_xor(s.total, mask, kNarrowWarp);
+  }
+  return s;
+}
+
+/// Of several warps' states; for every lane of every warp, in the same order.
+FLEXOPS_DEVICE State merge(const float4* states, int count, bool with_total) {
+  State s = {-infinity(), 0.0f, 0.0f};
+  for (int i = threadIdx.x % kNarrowWarp; i < count; i += kNarrowWarp) {
+    const float4 other = states[i];
+    const float maximum = fmaxf(s.maximum, other.x), base = settle(maximum);
+    s.sum = s.sum * rescale(s.maximum - base) + other.y * rescale(other.x - base);
+    s.total += other.z;
+    s.maximum = maximum;
+  }
+  return reduce_lanes(s, kNarrowWarp, with_total);
+}
+
+/// Over all the threads that share a row.
+FLEXOPS_DEVICE State reduce_row(const Params& p, State s, float4* shared) {
+  s = reduce_lanes(s, p.lanes < kNarrowWarp ? p.lanes : kNarrowWarp, p.smoothing != 0.0f);
+  if (p.lanes <= kNarrowWarp) return s;
+  if (threadIdx.x % kNarrowWarp == 0) shared[threadIdx.x / kNarrowWarp] = {s.maximum, s.sum, s.total, 0.0f};
+  __syncthreads();
+  return merge(shared, static_cast<int>(blockDim.x) / kNarrowWarp, p.smoothing != 0.0f);
+}
+
+/// A row's gradient is slope * power(logit, base) - shift, and less `drop` at the target.
+struct Gradient {
+  float base, slope, shift, drop;
+};
+
+/// From the row's (settled) maximum and sum, not from their logarithm, which a float32 row would feel the rounding of.
+template <Type type>
+FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum, float weight) {
+  const float slope = p.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * p.z_loss * (maximum + logf(sum)));
+  return {maximum * kUnit<type>, slope / sum, weight * p.smoothing / static_cast<float>(p.length), weight * (1.0f - p.smoothing)};
+}
+
+// ---- a row ----------------------------------------------------------------------------------------------------------
+
+/// -inf, twice in 16 bits.
+template <Type type>
+constexpr u32 kNothing = type == kF32   ? 0xff800000u
+                         : type == kF16 ? 0xfc00fc00u
+                                        : 0xff80ff80u;
+
+/// Elements [at, at + kVector) of a row, -inf for those outside of [0, length).
+template <Type type>
+FLEXOPS_DEVICE Packed clip(Packed raw, int at, int length) {
+  constexpr int N = kVector<type>, kPerWord = N / 4;
+  if (at >= 0 && at + N <= length) return raw;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const u32 mask = type == kF32 ? 0xffffffffu : 0xffffu << (i % kPerWord * 16);
+    if (at + i < 0 || at + i >= length) raw.at[i / kPerWord] = (raw.at[i / kPerWord] & ~mask) | (kNothing<type> & mask);
+  }
+  return raw;
+}
+
+#if FLEXOPS_HAS_MIN2
+/// The greatest of each half of N words: a tree, as in rows.cuh.
+template <typename T, int N>
+FLEXOPS_DEVICE u32 max2_tree(const u32* words) {
+  if constexpr (N == 1) return words[0];
+  if constexpr (N > 1) return max2<T>(max2_tree<T, N / 2>(words), max2_tree<T, N - N / 2>(words + N / 2));
+}
+#endif
+
+/// The greatest element.
+template <Type type>
+FLEXOPS_DEVICE float largest(const Packed& raw) {
+#if FLEXOPS_HAS_MIN2
+  if constexpr (type != kF32) {  // NaN wins here, where it must not, but makes the row's sum NaN all the same
+    const u32 out = max2_tree<Element<type>, 4>(raw.at);
+    const Element<type> low = {static_cast<u16>(out)}, high = {static_cast<u16>(out >> 16)};
+    return fmaxf(to_float(low), to_float(high));
+  }
+#endif
+  float x[kVector<type>];
+  widen<type>(x, raw);
+  return max_tree<kVector<type>>(x);
+}
+
+/// Sum of those of the elements [at, at + kVector) that are in [0, end).
+template <Type type>
+FLEXOPS_DEVICE float sum_inside(const float* x, int at, int end) {
+  constexpr int N = kVector<type>;
+  if (at >= 0 && at + N <= end) return sum_tree<N>(x);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += at + i >= 0 && at + i < end ? x[i] : 0.0f;
+  return sum;
+}
+
+/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step.
+template <Type type, int V>
+FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V], int at, int step, int end) {
+  constexpr int N = kVector<type>;
+  float highest = s.maximum, x[N];
+#pragma unroll
+  for (int k = 0; k < V; ++k) highest = fmaxf(highest, largest<type>(raw[k]));
+  const float base = settle(highest), scaled = base * kUnit<type>;
+  s.sum *= rescale(s.maximum - base);
+  s.maximum = highest;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    widen<type>(x, raw[k]);
+    if (p.smoothing != 0.0f) s.total += sum_inside<type>(x, at + k * step, end);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
+    s.sum += sum_tree<N>(x);
+  }
+}
+
+template <Type type>
+FLEXOPS_DEVICE void write_vector(const Params& p, Element<type>* out, const Packed& raw, int at, const Gradient& g, int target) {
+  constexpr int N = kVector<type>;
+  float x[N];
+  widen<type>(x, raw);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = __fmaf_rn(power<type>(x[i], g.base), g.slope, -g.shift);
+  if (static_cast<u32>(target - at) < static_cast<u32>(N)) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] -= at + i == target ? g.drop : 0.0f;
+  }
+  store_vector<type, kWrite>(out, at, p.length, narrow<type>(x));
+}
+
+/// Rows that are not ignored. Every thread of the block takes part.
+FLEXOPS_DEVICE float count_targets(const Params& p, float* shared) {
+  float count = 0.0f;  // exact: this is asked for a few rows only
+  for (i64 i = threadIdx.x; i < p.rows; i += blockDim.x) count += p.target[i] != p.ignore_index ? 1.0f : 0.0f;
+  return group_reduce(count, Sum{}, 0.0f, static_cast<int>(blockDim.x), shared);
+}
+
+FLEXOPS_DEVICE float loss_of(const Params& p, float maximum, float sum, float at_target, float total) {
+  const float log = logf(sum), lse = maximum + log;
+  const float loss = log + (1.0f - p.smoothing) * (maximum - at_target) + p.z_loss * lse * lse;
+  return p.smoothing == 0.0f ? loss : loss + p.smoothing * (maximum - total / static_cast<float>(p.length));
+}
+
+/// Zeros over this block's part of a row that is ignored.
+template <Type type>
+FLEXOPS_DEVICE void clear_part(const Params& p, Element<type>* out, int first, int step, int end) {
+  for (int at = first; at < end; at += step) store_vector<type, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
+}
+
+}  // namespace flexops::cross_entropy

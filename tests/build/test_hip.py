@@ -1,0 +1,39 @@
+"""Every op as HIP, for AMD GPUs: compiled and linked by the commands of a ROCm build, with the distribution's hipcc. What the result computes, only an AMD
+GPU can show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builds import SQUARE
+
+from flexops import settings
+from flexops.op_builder import builder, catalog, layout, loader
+from flexops.op_builder.builder import Result
+from flexops.op_builder.hip import plan_hip_op
+from flexops.toolchain import discovery, resources, rocm
+
+ARCHITECTURE = "gfx90a"  # ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes
+SPECS = (*catalog.CATALOG, SQUARE)
+INSTALL = "apt-get install hipcc libamdhip64-dev rocm-device-libs, or sudo bash scripts/run_tests.sh, which does"
+
+
+@pytest.fixture(scope="module")
+def built(require: Any) -> dict[str, Result]:
+    """All ops at once, by this machine's tools as they would be beside a torch for its ROCm: bindings need torch's headers, which any torch has."""
+    chosen = settings.current()
+    context = discovery.search_context(chosen)
+    here, torch = rocm.find(context).usable, discovery.discover(chosen, device="cpu").torch
+    require(here, "a hipcc", INSTALL)
+    assert torch is not None
+    tools = discovery.assemble(context, torch._replace(cuda=None, hip=str(here[0].value.version)), device="cuda")
+    plans = [plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources.detect(), architectures=(ARCHITECTURE,)) for spec in SPECS]
+    return {spec.name: result for spec, result in zip(SPECS, builder.obtain(plans, loader.open_cache(chosen)), strict=True)}
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in SPECS])
+def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
+    entry = built[name].require()
+    assert entry.manifest.architectures == (ARCHITECTURE,)
+    assert f"hipv4-amdgcn-amd-amdhsa--{ARCHITECTURE}".encode() in entry.library.read_bytes()
