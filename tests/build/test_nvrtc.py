@@ -65,7 +65,7 @@ KERNELS = {
     "norm/norm.cuh": (),
     "norm/norm_forward.cuh": (
         *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, 2", "false, 8", "true, 4")),
-        *(f"flexops::norm::forward_layer<{t}>" for t in ELEMENTS[1:3]),
+        "flexops::norm::forward_layer<flexops::bf16>",
         *(f"flexops::norm::forward_codes<{t}>" for t in ELEMENTS[:3]),
         *(f"flexops::norm::forward_rows<{type_}>" for type_ in ("float", "flexops::norm::Half", "flexops::norm::Any")),
     ),
