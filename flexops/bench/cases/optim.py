@@ -93,9 +93,10 @@ def grad_norm(setup: Setup) -> Iterator[Case]:
 def _step(setup: Setup, family: str, function: str, name: str, size: int, calls: Calls, count: str) -> Iterator[Case]:
     """Steps in a row, as queued; of many tensors, whose lists can take the host longer than the device takes to step them, once more with the host ahead."""
     case = Case(family, function, name, "step", size, calls, f"{count} an element", "queued")
+    ahead = replace(case, name=f"{name}, host ahead", measure="device", contenders=dict(calls))  # whoever measures a case empties it
     yield case
     if setup.device == "cuda" and f", {MANY} " in name:
-        yield replace(case, name=f"{name}, host ahead", measure="device")
+        yield ahead
 
 
 def _name(what: str, count: int, shape: tuple[int, ...]) -> str:
