@@ -58,7 +58,14 @@ def define(
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, setup_context, backward)
         _apply[op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
-        _library.impl(name, functools.partial(_call_eagerly, op), "Autograd")
+        _library.impl(name, functools.partial(call_eagerly, op), "Autograd")
+
+
+def _any_requires_grad(*args: Any) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)  # torch's own is half a microsecond faster
 
 
 def call(op: Any, *args: Any) -> Any:
@@ -67,15 +74,13 @@ def call(op: Any, *args: Any) -> Any:
 
     Public functions call ops through this; a call of ``torch.ops.flexops.<name>`` ends up here too, by way of the dispatcher.
     """
-    return op(*args) if torch.compiler.is_compiling() else _call_eagerly(op, *args)
+    return op(*args) if torch.compiler.is_compiling() else call_eagerly(op, *args)
 
 
-def _call_eagerly(op: Any, *args: Any) -> Any:
-    """Also what the dispatcher calls for ``Autograd``, where tracing, too, has to get below it."""
-    if torch.is_grad_enabled():
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op](*args)
+def call_eagerly(op: Any, *args: Any) -> Any:
+    """``call`` outside of compiling; also what the dispatcher calls for ``Autograd``, where tracing, too, has to get below it."""
+    if torch.is_grad_enabled() and _requires_grad(*args):
+        return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op](*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op._op(*args)  # which is what op(*args) calls
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._register import call, define
+from ._register import call_eagerly, define
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 65536
@@ -112,7 +112,7 @@ def _call(name: str, op: Any, arguments: tuple[Any, ...], checked: tuple[Any, ..
         check(name, *checked)
         return op(*arguments)
     try:
-        return call(op, *arguments)
+        return call_eagerly(op, *arguments)
     except (RuntimeError, TypeError):
         check(name, *checked)
         raise
