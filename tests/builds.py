@@ -52,9 +52,7 @@ def paper_plan(
     nvcc_threads: int | None = None,
 ) -> BuildPlan:
     """A plan that nothing is going to run."""
-    return plan_op(
-        spec, device, tools, csrc=csrc, architectures=parse_arch_list(archs), resources=resources, max_jobs=max_jobs, nvcc_threads=nvcc_threads
-    )
+    return plan_op(spec, device, tools, csrc=csrc, architectures=parse_arch_list(archs), resources=resources, max_jobs=max_jobs, nvcc_threads=nvcc_threads)
 
 
 def ninja_path() -> str:

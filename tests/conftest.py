@@ -99,6 +99,28 @@ def host_compiler() -> object:
 
 
 @pytest.fixture(scope="session")
+def native_kernels(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``native_kernels(family, device)``: compiled kernels are what calls reach; if not, the test fails with the reason, or lacks a compiler."""
+    import flexops
+    from flexops.op_builder import loader
+
+    def ensure(family: str, device: str) -> None:
+        if not loader.ensure(family, device):
+            request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")
+            pytest.fail(next(one.reason for one in flexops.status() if (one.op, one.device) == (family, device)), pytrace=False)
+
+    return ensure
+
+
+@pytest.fixture(scope="session")
+def two_gpus() -> None:
+    """A second GPU."""
+    import torch
+
+    _require(torch.cuda.device_count() > 1, "a second GPU", "bash scripts/run_tests.sh -m gpu, on a machine with two", excuse="most machines have one")
+
+
+@pytest.fixture(scope="session")
 def ccache() -> Path:
     """The path of ccache."""
     found = shutil.which("ccache")

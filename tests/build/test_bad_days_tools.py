@@ -110,9 +110,7 @@ def pretended_torch(folder: Path, cuda: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["PATH", "CUDA_HOME"])
-def test_an_nvcc_of_another_major_comes_first(
-    csrc: Path, environment: dict[str, str], tmp_path: Path, nvcc_toolkit: CudaToolkit, how: str
-) -> None:
+def test_an_nvcc_of_another_major_comes_first(csrc: Path, environment: dict[str, str], tmp_path: Path, nvcc_toolkit: CudaToolkit, how: str) -> None:
     other = fake_toolkit(tmp_path / "cuda-11.8", "11.8.89")
     site = pretended_torch(tmp_path / "site", nvcc_toolkit.version.major_minor)
     environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])

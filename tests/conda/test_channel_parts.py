@@ -60,9 +60,7 @@ def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> Non
     assert engine.choose("auto") == engine.Engine("conda-build", (str(path),))
     phases: list[str] = []
     place = Place(tmp_path / "channel")
-    (built,) = build(
-        [CUDA130], place, upstream=["one", "two"], overrides=[tmp_path / "pins.yaml"], test=False, on_phase=lambda _, phase: phases.append(phase)
-    )
+    (built,) = build([CUDA130], place, upstream=["one", "two"], overrides=[tmp_path / "pins.yaml"], test=False, on_phase=lambda _, phase: phases.append(phase))
     told = built.log.read_text()
     files = f"-m {ROOT}/recipe/variants/cuda130.yaml -m {tmp_path}/pins.yaml"
     output = place.work / "cuda130"

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexops
-from flexops.op_builder import loader
 from flexops.ops import _register
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -23,9 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("activation", "cuda"), [status for status in flexops.status() if status.op == "activation"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("activation", "cuda")
 
 
 def plain(*shape: int) -> Tensor:

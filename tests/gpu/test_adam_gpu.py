@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import flexops
 from flexops import optim
-from flexops.op_builder import loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from step_contract import make_lists, make_params, set_grads
 from test_adam import TORCH_OPTIONS, TestAdam
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 STEP = TestAdam.step
 del TestAdam  # pytest would run it again
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _native() -> None:
-    assert loader.ensure("adam", "cuda"), [status.reason for status in flexops.status() if (status.op, status.device) == ("adam", "cuda")]
+def _native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("adam", "cuda")
 
 
 @pytest.mark.parametrize("options", TORCH_OPTIONS)

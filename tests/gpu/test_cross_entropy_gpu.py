@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import cross_entropy as cross_entropy_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -22,9 +22,8 @@ MANY = (16384, 16391, 32000, 32768, 50257, 65536, 65537, 100000, 128256, 131072,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("cross_entropy", "cuda"), [status for status in flexops.status() if status.op == "cross_entropy"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("cross_entropy", "cuda")
 
 
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_quantized as quantized_module
 
@@ -20,9 +20,8 @@ LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 40
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("norm", "cuda"), [status for status in flexops.status() if status.op == "norm"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("norm", "cuda")
 
 
 def assert_near(actual: Any, expected: Any, size: int = 1) -> None:

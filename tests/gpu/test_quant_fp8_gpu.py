@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import fp8 as fp8_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -19,9 +19,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("fp8", "cuda"), [status for status in flexops.status() if status.op == "fp8"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("fp8", "cuda")
 
 
 @pytest.mark.parametrize("block", range(8))

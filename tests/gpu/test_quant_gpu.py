@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import quant as quant_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -21,9 +21,8 @@ MODES = [(bits, symmetric) for bits in (4, 8) for symmetric in (False, True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("quant", "cuda"), [status for status in flexops.status() if status.op == "quant"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("quant", "cuda")
 
 
 def compare(x: torch.Tensor, bits: int, group_size: int, dim: int, symmetric: bool, dtype: torch.dtype) -> None:
@@ -123,9 +122,8 @@ def test_in_a_cuda_graph() -> None:
     assert torch.equal(y, flexops.dequantize(expected))
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_on_another_gpu_than_the_current() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     x = torch.randn(64, 512, device="cuda:1")
     assert_same(flexops.quantize(x).packed.cpu(), flexops.quantize(x.cpu()).packed)
 

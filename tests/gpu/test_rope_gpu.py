@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import rope as rope_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("rope", "cuda"), [status for status in flexops.status() if status.op == "rope"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("rope", "cuda")
 
 
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import softmax as softmax_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -21,9 +21,8 @@ LONG = (8192, 16384, 16385, 32767, 32768, 32769, 33000, 50257, 65536, 70001, 131
 
 
 @pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    """The compiled kernels, or it is no test."""
-    assert loader.ensure("softmax", "cuda"), [status for status in flexops.status() if status.op == "softmax"]
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("softmax", "cuda")
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])

@@ -38,9 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import flexops
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
 from flexops.ops import _register
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -408,13 +406,9 @@ class Contract:
                         yield pytest.param(*(values[name] for name in wanted), marks=marks, id=label)
 
     @pytest.fixture(autouse=True)
-    def _native(self, request: pytest.FixtureRequest) -> None:
-        """The compiled kernels, which are what is tested."""
+    def _native(self, request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]) -> None:
         values = request.node.callspec.params
-        device = values.get("device") or ("cuda" if request.node.get_closest_marker("gpu") else "cpu")
-        if not loader.ensure(values["case"].family, device):
-            request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")  # without one, this is skipped
-            pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == (values["case"].family, device)), pytrace=False)
+        native_kernels(values["case"].family, values.get("device") or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"))
 
     @pytest.fixture
     def _fresh_compiler(self) -> Iterator[None]:
@@ -631,9 +625,8 @@ class Contract:
         stream.synchronize()
         assert_same(actual, expected)
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_cuda_another_device_than_the_current(self, case: Case) -> None:
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs")
         args = case.inputs(Make(case.dtypes[0], "cuda:0"), case.shapes[1])
         there = tuple(arg.to("cuda:1") if isinstance(arg, Tensor) else arg for arg in args)
         with torch.cuda.device(0):

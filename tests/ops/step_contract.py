@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexops
 from flexops import optim
 from flexops.bench.reference import OnReference
 from flexops.op_builder import loader
@@ -124,13 +123,9 @@ class StepContract:
     step: ClassVar[Step]
 
     @pytest.fixture(autouse=True)
-    def _native(self, request: pytest.FixtureRequest) -> None:
-        """The compiled kernels, which are what is tested."""
+    def _native(self, request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]) -> None:
         device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
-        device = device or ("cuda" if request.node.get_closest_marker("gpu") else "cpu")
-        if not loader.ensure(self.step.family, device):
-            request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")  # without one, this is skipped
-            pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == (self.step.family, device)), pytrace=False)
+        native_kernels(self.step.family, device or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"))
 
     def lists(self, device: str, param: torch.dtype = torch.float32, grad: torch.dtype = torch.float32, **options: Any) -> Lists:
         return make_lists(self.step, param, grad, device, **options)
@@ -591,9 +586,8 @@ class StepContract:
         assert sum(int(part.count_nonzero()) for part in stepped.split(2**28)) == len(places)
 
     @pytest.mark.gpu
+    @pytest.mark.usefixtures("two_gpus")
     def test_cuda_second_gpu(self) -> None:
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs")
         lists, expected = self.lists("cuda:1"), self.lists("cuda:0")
         self.call(lists)
         self.call(expected)

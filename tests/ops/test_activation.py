@@ -99,11 +99,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 
 @pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest) -> None:
-    """The compiled kernels."""
-    if not loader.ensure("activation", "cpu"):
-        request.getfixturevalue("host_compiler")
-        pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == ("activation", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("activation", "cpu")
 
 
 @pytest.mark.parametrize("which", ACTIVATIONS)
@@ -212,7 +209,8 @@ def test_every_isa_level(isa: str) -> None:
     code = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         "import test_activation as t\n"
-        "assert t.loader.ensure('activation', 'cpu')\n"
+        "from flexops.op_builder import loader\n"
+        "assert loader.ensure('activation', 'cpu')\n"
         "for which in t.ACTIVATIONS:\n"
         "    t.test_every_float32_keeps_its_digits(which)\n"
         "    for dtype in t.DTYPES[1:]: t.test_every_16_bit_number_is_rounded_right(which, dtype)\n"

@@ -45,6 +45,4 @@ class TestQuant(Contract):
 
 
 class TestAdam(Contract):
-    cases = (
-        Case("AdamW step", "adam", adamw, adam_inputs, oracle=plain_adamw, shapes=((3, 8), (5, 100), (64, 512)), broadcasts=False, autocast=False),
-    )
+    cases = (Case("AdamW step", "adam", adamw, adam_inputs, oracle=plain_adamw, shapes=((3, 8), (5, 100), (64, 512)), broadcasts=False, autocast=False),)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import flexops
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
 from flexops.ops import cross_entropy as cross_entropy_module
 from flexops.ops import linear_cross_entropy as linear_module
 
@@ -138,10 +137,8 @@ class TestMadeInTheForwardPass(Contract):
 
 
 @pytest.fixture(scope="module")
-def native() -> None:
-    """The compiled kernels."""
-    if not loader.ensure("cross_entropy", "cpu"):
-        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("cross_entropy", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("cross_entropy", "cpu")
 
 
 @pytest.fixture(params=["op", "reference"])

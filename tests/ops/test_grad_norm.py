@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,18 +17,14 @@ from torch import Tensor
 import flexops
 from flexops import optim
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
 
 FILLED = [shape for shape in SHAPES if 0 not in shape]  # torch has no largest element of an empty tensor
 NORMS = [2.0, math.inf, 1.0, 3.0, 0.5]
 
 
 @pytest.fixture(autouse=True)
-def _native(request: pytest.FixtureRequest) -> None:
-    device = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
-    if not loader.ensure("grad_norm", device):
-        request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")
-        pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == ("grad_norm", device)), pytrace=False)
+def _native(request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("grad_norm", "cuda" if request.node.get_closest_marker("gpu") else "cpu")
 
 
 def make(device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES, scale: float = 1.0) -> list[Tensor]:
@@ -200,7 +197,8 @@ def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
 _ISA_PROGRAM = """
 import sys; sys.path.insert(0, {here!r})
 import test_grad_norm as t, torch
-assert t.loader.ensure("grad_norm", "cpu")
+from flexops.op_builder import loader
+assert loader.ensure("grad_norm", "cpu")
 for dtype in t.DTYPES:
     for norm_type in t.NORMS:
         t.test_norm_is_float64s(dtype, norm_type, "cpu")

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,8 @@ class TestContract(Contract):
 
 
 @pytest.fixture(scope="module")
-def native() -> None:
-    """The compiled kernels."""
-    if not loader.ensure("norm", "cpu"):
-        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("norm", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("norm", "cpu")
 
 
 def assert_near(actual: Any, expected: Any, size: int = 1) -> None:

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import quant as quant_module
 from flexops.ops.quant import QuantizedTensor
 
@@ -31,10 +30,8 @@ MODES = [(bits, symmetric) for bits in (4, 8) for symmetric in (False, True)]
 
 
 @pytest.fixture(scope="module")
-def native() -> None:
-    """The compiled kernels."""
-    if not loader.ensure("quant", "cpu"):
-        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("quant", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("quant", "cpu")
 
 
 @pytest.fixture(params=["op", "reference"])

@@ -16,7 +16,6 @@ from contract import Case, Contract, Make, Refusal, Shape, opchecks
 from torch import Tensor
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import fp8 as fp8_module
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,10 +26,8 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 6e-8, 65
 
 
 @pytest.fixture(scope="module")
-def native() -> None:
-    """The compiled kernels."""
-    if not loader.ensure("fp8", "cpu"):
-        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("fp8", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("fp8", "cpu")
 
 
 def quantize(x: Tensor, code: torch.dtype, segment: int = -1) -> tuple[Tensor, Tensor]:

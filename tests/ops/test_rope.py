@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import flexops
-from flexops.op_builder import loader
 from flexops.ops import rope as rope_module
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,11 +123,8 @@ class TestContractInPlace(Contract):
 
 
 @pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest) -> None:
-    """The compiled kernels."""
-    if not loader.ensure("rope", "cpu"):
-        request.getfixturevalue("host_compiler")
-        pytest.fail(next(status.reason for status in flexops.status() if (status.op, status.device) == ("rope", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("rope", "cpu")
 
 
 def head_first(*shape: int) -> Tensor:
@@ -200,7 +196,8 @@ def test_every_isa_level(isa: str) -> None:
     code = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         "import test_rope as t\n"
-        "assert t.loader.ensure('rope', 'cpu')\n"
+        "from flexops.op_builder import loader\n"
+        "assert loader.ensure('rope', 'cpu')\n"
         "for dtype in t.DTYPES:\n"
         "    for interleaved in (False, True):\n"
         "        t.compare(dtype, interleaved, t.length_first)\n"

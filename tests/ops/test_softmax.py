@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import flexops
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
 from flexops.ops import softmax as softmax_module
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -86,10 +85,8 @@ class TestContract(Contract):
 
 
 @pytest.fixture(scope="module")
-def native() -> None:
-    """The compiled kernels."""
-    if not loader.ensure("softmax", "cpu"):
-        pytest.skip(next(status.reason for status in flexops.status() if (status.op, status.device) == ("softmax", "cpu")))
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("softmax", "cpu")
 
 
 @pytest.mark.usefixtures("native")

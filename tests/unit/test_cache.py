@@ -335,18 +335,14 @@ def archive_of(path: Path, members: dict[str, bytes], *, link: str = "") -> Path
 
 @pytest.fixture
 def archives(tmp_path: Path) -> dict[str, Path]:
-    good = json.loads(
-        Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, crc32="0", torch_abi="x").to_json()
-    )
+    good = json.loads(Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, crc32="0", torch_abi="x").to_json())
     climbing = {**good, "name": "../../outside"}
     made = {
         "no archive": tmp_path / "text.tar.gz",
         "a path outside": archive_of(tmp_path / "outside.tar.gz", {"../../evil": b"x"}),
         "an absolute path": archive_of(tmp_path / "absolute.tar.gz", {"/tmp/evil": b"x"}),
         "a link": archive_of(tmp_path / "link.tar.gz", {}, link="/etc/passwd"),
-        "a library that is not the manifest's": archive_of(
-            tmp_path / "swapped.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(good).encode()}
-        ),
+        "a library that is not the manifest's": archive_of(tmp_path / "swapped.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(good).encode()}),
         "a name outside": archive_of(tmp_path / "climbing.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(climbing).encode()}),
         "no file": tmp_path / "absent.tar.gz",
         "a truncated archive": tmp_path / "truncated.tar.gz",
