@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from ..compute_capability import ComputeCapability
-
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-"""Without one of these there is no NVIDIA GPU here (``/dev/dxg``: WSL)."""
+from .device_node import has_device_node
 
 
 def local_capabilities() -> tuple[ComputeCapability, ...]:
@@ -27,11 +24,6 @@ def local_capabilities() -> tuple[ComputeCapability, ...]:
     wishes = settings.current()
     shown = gpus.visible(gpus.machine().gpus, wishes.cuda_visible_devices, wishes.cuda_device_order)
     return tuple(sorted({gpu.capability for gpu in shown}))
-
-
-def has_device_node(root: str = "") -> bool:
-    """Whether the NVIDIA driver shows itself below ``root``."""
-    return any(os.path.exists(root + node) for node in DEVICE_NODES)
 
 
 def _from_torch() -> tuple[ComputeCapability, ...]:

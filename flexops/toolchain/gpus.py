@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..compute_capability import ComputeCapability
-from .capabilities import has_device_node
+from .device_node import has_device_node
 from .driver import DriverCuda, DriverRelease
 from .version import Version
 
