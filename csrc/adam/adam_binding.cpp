@@ -37,10 +37,7 @@ void launch(const char*, TensorTable& table, const AdamOptions& options, const T
 void run(const char* op, TensorTable table, const Numbers& n, const Tensor& where) {
   AdamOptions options;
   table.fill(options, n.lr, n.lr_tensor, n.weight_decay, n.maximize, n.grad_scale, n.found_inf);
-  options.beta1 = n.beta1;
-  options.beta2 = n.beta2;
-  options.eps = n.eps;
-  options.decoupled = n.decoupled;
+  fill_adam(options, n.beta1, n.beta2, n.eps, n.decoupled);
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(where);
 #endif

@@ -1,4 +1,4 @@
-// What the bindings of Adam and of Adam with 8-bit states share.
+// What the bindings of Adam, of Adam with 8-bit states and of LAMB share.
 #pragma once
 
 #include <math.h>
@@ -6,6 +6,14 @@
 #include "adam/adam.h"
 
 namespace flexops {
+
+/// What Adam's options are on top of every step's, which TensorTable fills in.
+inline void fill_adam(AdamOptions& options, double beta1, double beta2, double eps, bool decoupled) {
+  options.beta1 = beta1;
+  options.beta2 = beta2;
+  options.eps = eps;
+  options.decoupled = decoupled;
+}
 
 #if FLEXOPS_DEVICE_CPU
 

@@ -1,4 +1,4 @@
-// What the launchers of Adam and of Adam with 8-bit states share.
+// What the launchers of Adam, of Adam with 8-bit states and of LAMB share.
 #pragma once
 
 #include <math.h>

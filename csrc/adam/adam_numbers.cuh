@@ -1,4 +1,4 @@
-// The numbers of an Adam step on the device; adam8bit's, too.
+// The numbers of an Adam step on the device; adam8bit's and LAMB's, too.
 #pragma once
 
 #include "common/device.cuh"
@@ -17,6 +17,9 @@ struct Numbers {
   bool decoupled, maximize;
 };
 
+/// 1 - beta^step: what an average that began with 0 is too small by.
+FLEXOPS_DEVICE float bias(float log_beta, float step) { return -expm1f(step * log_beta); }
+
 /// What all elements of one tensor share.
 struct Factors {
   float step_size, inverse_bias2;
@@ -26,8 +29,8 @@ struct Factors {
   /// step: how many steps were made, this one included.
   FLEXOPS_DEVICE void find(const Numbers& n, float step) {
     const float rate = n.lr_tensor ? *n.lr_tensor : n.lr;
-    step_size = rate / -expm1f(step * n.log_beta1);
-    inverse_bias2 = 1.0f / sqrtf(-expm1f(step * n.log_beta2));
+    step_size = rate / bias(n.log_beta1, step);
+    inverse_bias2 = 1.0f / sqrtf(bias(n.log_beta2, step));
     l2 = n.decoupled ? 0.0f : n.weight_decay;
     decay = n.decoupled ? rate * n.weight_decay : 0.0f;
     sign = n.maximize ? -1.0f : 1.0f;

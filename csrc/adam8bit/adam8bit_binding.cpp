@@ -67,10 +67,7 @@ void adam8bit_(TensorList params, TensorList grads, TensorList exp_avgs, TensorL
   add_scales(table, "exp_avg_sq_scales", exp_avg_sq_scales, kAdam8bitExpAvgSqScale);
   AdamOptions options;
   table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.decoupled = decoupled;
+  fill_adam(options, beta1, beta2, eps, decoupled);
   launch(table, options, params[0]);
   table.finish();
 }

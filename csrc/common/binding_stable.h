@@ -4,10 +4,9 @@
 // binding takes to compile, and its Tensor allocates a control block each, which a multi-tensor op with thousands of arguments feels.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-
 #include <cstring>
+
+#include "common/torch_abi.h"
 
 namespace flexops {
 

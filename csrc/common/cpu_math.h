@@ -5,8 +5,24 @@
 
 #include "common/cpu.h"
 
-#if defined(__x86_64__)
+// GCC 12 spends half a second and more with <immintrin.h>, mostly on AVX-512's extensions and whatever the level. So it gets the parts that
+// are used, which want to be told that it is that header that includes them.
+#if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__)
+#define _IMMINTRIN_H_INCLUDED
+// clang-format off: each needs those before it
+#include <smmintrin.h>
+#include <avxintrin.h>
+#include <avx2intrin.h>
+#include <fmaintrin.h>
+#include <f16cintrin.h>
+// clang-format on
+#if defined(__AVX512F__)
+#include <avx512fintrin.h>
+#endif
+#elif defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h>
 #endif
 
 #define FLEXOPS_RESTRICT __restrict__
@@ -133,8 +149,12 @@ inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RE
   constexpr Halves kUpper = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                              33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   for (; i + 32 <= count; i += 32) {
-    const __m512i halves =
-        _mm512_permutex2var_epi16(round_to_bf16(load_floats(in + i)), (__m512i)kUpper, round_to_bf16(load_floats(in + i + 16)));
+    const __m512i low = round_to_bf16(load_floats(in + i)), high = round_to_bf16(load_floats(in + i + 16));
+#if defined(__clang__)
+    const __m512i halves = _mm512_permutex2var_epi16(low, (__m512i)kUpper, high);
+#else
+    const Halves halves = __builtin_shuffle((Halves)low, (Halves)high, kUpper);
+#endif
     memcpy(out + i, &halves, sizeof halves);
   }
 #elif defined(__AVX2__)

@@ -1,6 +1,7 @@
 // The launchers of quantization to scaled bytes: which way, and the grid.
 
-#include "fp8/fp8.cuh"
+#include "fp8/fp8_dequantize.cuh"
+#include "fp8/fp8_quantize.cuh"
 
 #include "fp8/fp8.h"
 

@@ -2,8 +2,7 @@
 
 #include "lamb/lamb.h"
 
-#include <math.h>
-
+#include "adam/adam_launch.h"
 #include "common/multi_tensor_launch.h"
 #include "lamb/lamb.cuh"
 
@@ -12,19 +11,7 @@ namespace {
 
 lamb::Shared make_shared(const LambOptions& o) {
   lamb::Shared s;
-  s.grad_scale = o.grad_scale;
-  s.found_inf = o.found_inf;
-  s.lr_tensor = o.lr_tensor;
-  s.lr = static_cast<float>(o.lr);
-  s.log_beta1 = static_cast<float>(log(o.beta1));
-  s.log_beta2 = static_cast<float>(log(o.beta2));
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1.0 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
-  s.eps = static_cast<float>(o.eps);
-  s.weight_decay = static_cast<float>(o.weight_decay);
-  s.maximize = o.maximize;
+  static_cast<adam::Numbers&>(s) = adam::make_numbers(o);
   s.adapt = o.adapt;
   return s;
 }

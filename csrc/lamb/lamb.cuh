@@ -2,6 +2,7 @@
 // second; norms are reduced in two stages, so that the order of additions is always the same.
 #pragma once
 
+#include "adam/adam_numbers.cuh"
 #include "common/multi_tensor.cuh"
 
 namespace flexops::lamb {
@@ -38,21 +39,15 @@ namespace flexops::lamb {
 #define FLEXOPS_LAMB_APPLY_BLOCKS 8
 #endif
 
-struct Shared {
-  const float *grad_scale, *found_inf;
-  const float* lr_tensor;
-  float lr;
-  float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float eps, weight_decay;
-  bool maximize, adapt;
+struct Shared : adam::Numbers {
+  bool adapt;
 };
 
 struct Bias {
   float inverse1, inverse2;
 
   FLEXOPS_DEVICE Bias(const Shared& s, float step)
-      : inverse1(1.0f / -expm1f(step * s.log_beta1)), inverse2(1.0f / sqrtf(-expm1f(step * s.log_beta2))) {}
+      : inverse1(1.0f / adam::bias(s.log_beta1, step)), inverse2(1.0f / sqrtf(adam::bias(s.log_beta2, step))) {}
 
   /// The update before the trust ratio.
   FLEXOPS_DEVICE float update(const Shared& s, float param, float exp_avg, float exp_avg_sq) const {

@@ -2,6 +2,7 @@
 // and its update, the second computes the update again (which moves fewer bytes than keeping it) and makes the step.
 #pragma once
 
+#include "adam/adam.h"
 #include "common/cpu.h"
 #include "common/multi_tensor.h"
 
@@ -12,14 +13,9 @@ namespace flexops {
 enum LambArray { kLambParam, kLambGrad, kLambExpAvg, kLambExpAvgSq };
 enum LambApplyArray { kLambApplyParam, kLambApplyExpAvg, kLambApplyExpAvgSq };
 
-struct LambOptions {
-  double lr;               // second pass
-  const float* lr_tensor;  // overrides lr if not nullptr
-  double beta1, beta2, eps, weight_decay;
-  bool maximize;            // first pass
-  bool adapt;               // second pass: whether there is a trust ratio
-  const float* grad_scale;  // first pass: nullptr, or what the gradients are divided by first, in place
-  const float* found_inf;   // nullptr, or nonzero to do nothing at all
+/// Adam's. The first pass reads no learning rate, and the second neither maximize nor grad_scale; decoupled means nothing.
+struct LambOptions : AdamOptions {
+  bool adapt;  // second pass: whether there is a trust ratio
 };
 
 /// How many floats of working memory lamb_moments_cuda needs.
@@ -34,13 +30,9 @@ const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOp
 const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream);
 
 /// What every element of one tensor shares in one step, on the CPU.
-struct LambStep {
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float eps, weight_decay;
+struct LambStep : AdamStep {
+  float weight_decay;
   float inverse_bias1;  // 1 / (1 - beta1^step)
-  float inverse_bias2;  // 1 / sqrt(1 - beta2^step)
-  float sign;           // -1 to maximize
-  float grad_scale;     // 0 for none
   float rate;           // second pass: learning rate times trust ratio
 };
 

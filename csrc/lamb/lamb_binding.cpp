@@ -1,50 +1,41 @@
-// flexops::lamb_moments_ and flexops::lamb_apply_: argument checks and registration (schemas: flexops/ops/lamb.py).
+// flexops::lamb_, and its two passes, lamb_moments_ and lamb_apply_: argument checks and registration (schemas: flexops/ops/lamb.py).
 
+#include "adam/adam_binding.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
 #include "lamb/lamb.h"
-
-#include <math.h>
 
 namespace flexops {
 namespace {
 
 #if FLEXOPS_DEVICE_CUDA
 
-void measure(TensorTable& table, const LambOptions& options, const Tensor& norms) {
+void measure(const char* op, TensorTable& table, const LambOptions& options, const Tensor& norms) {
   DeviceGuard guard(norms);
   const int64_t size = lamb_partials(table.data(), table.size());
   const Tensor partials = empty(&size, 1, Dtype::f32, norms);
-  check_launch("flexops::lamb_moments_",
+  check_launch(op,
                lamb_moments_cuda(table.data(), table.size(), options, partials.data<float>(), norms.data<float>(), current_stream(norms)));
 }
 
-void apply(TensorTable& table, const LambOptions& options, const Tensor& norms) {
+void apply(const char* op, TensorTable& table, const LambOptions& options, const Tensor& norms) {
   DeviceGuard guard(norms);
-  check_launch("flexops::lamb_apply_",
-               lamb_apply_cuda(table.data(), table.size(), options, norms.data<const float>(), current_stream(norms)));
+  check_launch(op, lamb_apply_cuda(table.data(), table.size(), options, norms.data<const float>(), current_stream(norms)));
 }
 
 #else
 
 LambStep make_step(const LambOptions& o, double step) {
   LambStep s;
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
-  s.eps = static_cast<float>(o.eps);
+  static_cast<AdamStep&>(s) = make_adam_step(o, step);
   s.weight_decay = static_cast<float>(o.weight_decay);
   s.inverse_bias1 = static_cast<float>(1 / (1 - pow(o.beta1, step)));
-  s.inverse_bias2 = static_cast<float>(1 / sqrt(1 - pow(o.beta2, step)));
-  s.sign = o.maximize ? -1.0f : 1.0f;
-  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
   s.rate = 0.0f;
   return s;
 }
 
 /// In pieces of one size whatever the number of threads, so that the order of additions is always the same.
-void measure(TensorTable& table, const LambOptions& options, const Tensor& norms) {
+void measure(const char*, TensorTable& table, const LambOptions& options, const Tensor& norms) {
   constexpr int64_t kPiece = 32768;
   struct Piece {
     size_t row;
@@ -79,7 +70,7 @@ void measure(TensorTable& table, const LambOptions& options, const Tensor& norms
   }
 }
 
-void apply(TensorTable& table, const LambOptions& options, const Tensor& norms) {
+void apply(const char*, TensorTable& table, const LambOptions& options, const Tensor& norms) {
   if (options.found_inf && *options.found_inf != 0) return;
   const std::vector<TensorRow>& rows = table.rows();
   const float* squares = norms.data<float>();
@@ -95,6 +86,14 @@ void apply(TensorTable& table, const LambOptions& options, const Tensor& norms) 
 
 #endif
 
+/// The sums of squares of every row's parameter and update.
+Tensor first_pass(const char* op, TensorTable& table, const LambOptions& options, const Tensor& where) {
+  const int64_t shape[] = {table.size(), 2};
+  Tensor norms = empty(shape, 2, Dtype::f32, where);
+  measure(op, table, options, norms);
+  return norms;
+}
+
 Tensor lamb_moments_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList state_steps, double beta1,
                      double beta2, double eps, double weight_decay, bool maximize, std::optional<Tensor> grad_scale,
                      std::optional<Tensor> found_inf) {
@@ -106,16 +105,9 @@ Tensor lamb_moments_(TensorList params, TensorList grads, TensorList exp_avgs, T
                      {"exp_avg_sqs", exp_avg_sqs, false}},
                     &state_steps);
   LambOptions options = {};
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.weight_decay = weight_decay;
-  options.maximize = maximize;
-  options.grad_scale = table.number("grad_scale", grad_scale);
-  options.found_inf = table.number("found_inf", found_inf);
-  const int64_t shape[] = {table.size(), 2};
-  const Tensor norms = empty(shape, 2, Dtype::f32, params[0]);
-  measure(table, options, norms);
+  table.fill(options, 0.0, std::nullopt, weight_decay, maximize, grad_scale, found_inf);
+  fill_adam(options, beta1, beta2, eps, false);
+  Tensor norms = first_pass("flexops::lamb_moments_", table, options, params[0]);
   table.finish();
   return norms;
 }
@@ -133,21 +125,43 @@ void lamb_apply_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs,
   table.check_place("norms", 0, norms);
   norms = contiguous(norms);
   LambOptions options = {};
-  options.lr = lr;
-  options.lr_tensor = table.number("lr", lr_tensor);
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.weight_decay = weight_decay;
+  table.fill(options, lr, lr_tensor, weight_decay, false, std::nullopt, found_inf);
+  fill_adam(options, beta1, beta2, eps, false);
   options.adapt = adapt;
-  options.found_inf = table.number("found_inf", found_inf);
-  apply(table, options, norms);
+  apply("flexops::lamb_apply_", table, options, norms);
+  table.finish();
+}
+
+/// Both passes, for tensors that lie on one rank: torch hands their lists over once.
+void lamb_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList state_steps, double lr,
+           double beta1, double beta2, double eps, double weight_decay, bool adapt, bool maximize, std::optional<Tensor> lr_tensor,
+           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+  if (params.empty()) return;
+  const char* op = "flexops::lamb_";
+  TensorTable table(op,
+                    {{"params", params, true},
+                     {"grads", grads, true, grad_scale.has_value()},
+                     {"exp_avgs", exp_avgs, false},
+                     {"exp_avg_sqs", exp_avg_sqs, false}},
+                    &state_steps);
+  LambOptions options = {};
+  table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
+  fill_adam(options, beta1, beta2, eps, false);
+  options.adapt = adapt;
+  const Tensor norms = first_pass(op, table, options, params[0]);
+  for (TensorRow& row : table.rows()) {  // the second pass has no gradients; averages are float32, as is what they take the place of
+    row.array[kLambApplyExpAvg] = row.array[kLambExpAvg];
+    row.array[kLambApplyExpAvgSq] = row.array[kLambExpAvgSq];
+    row.type[kLambApplyExpAvg] = row.type[kLambApplyExpAvgSq] = Real::f32;
+  }
+  apply(op, table, options, norms);
   table.finish();
 }
 
 }  // namespace
 
 FLEXOPS_REGISTER(m) {
+  FLEXOPS_IMPL(m, "lamb_", lamb_);
   FLEXOPS_IMPL(m, "lamb_moments_", lamb_moments_);
   FLEXOPS_IMPL(m, "lamb_apply_", lamb_apply_);
 }

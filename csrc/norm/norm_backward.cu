@@ -24,7 +24,8 @@ struct Plan {
   int64_t shared_bytes = 0;
 };
 
-/// Blocks that fill a multiprocessor, of as many groups as leave room for two rows each.
+/// Blocks that fill a multiprocessor, of as many groups as leave room for two
+/// rows each.
 bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory
   const int64_t parts = norm::kParts, held = (p.vectors + parts - 1) / parts;
@@ -33,11 +34,11 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
   const int64_t weights = a.weight ? (a.weight_type == a.type ? word : word * 4 / norm::size_of(a.type)) : 0;
   const int64_t tuned = a.type == NormType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
-  const int64_t a_sm = norm::kWalkThreads / most_threads, limit = norm::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const int64_t share = norm::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / a_sm;
+  const norm::Gpu& gpu = norm::current_gpu();
+  const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
   // Few rows are spread over all multiprocessors, in blocks of at least a warp.
-  const int64_t processors = norm::attribute(cudaDevAttrMultiProcessorCount), warp = (norm::kNarrowWarp + p.lanes - 1) / p.lanes;
+  const int64_t processors = gpu.processors, warp = (norm::kNarrowWarp + p.lanes - 1) / p.lanes;
   const int64_t shared_out = (a.rows + processors - 1) / processors, wanted = shared_out > warp ? shared_out : warp;
   int64_t groups = most_threads / p.lanes;
   while (groups / 2 >= wanted) groups /= 2;
@@ -63,15 +64,16 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   plan.walks = plan.vectors && plan_walk(plan, p, a);
   if (plan.walks) return plan;
   const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
-  const int64_t wanted = (norm::attribute(cudaDevAttrMultiProcessorCount) * 16 + across - 1) / across, most = (a.rows + 15) / 16;
+  const int64_t wanted = (int64_t{norm::current_gpu().processors} * 16 + across - 1) / across, most = (a.rows + 15) / 16;
   plan.blocks = wanted < most ? wanted : most;
   p.lanes = norm::lanes_for((p.vectors + 1) / 2, norm::kMostThreads);
   return plan;
 }
 
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
-/// Only bf16 has a kernel of its own for RMS norm, and one for layer norm with a weight of bf16: others do these as well, a little slower
-/// where 16-bit data come fast.
+/// Only bf16 has a kernel of its own for RMS norm, and one for layer norm with
+/// a weight of bf16: others do these as well, a little slower where 16-bit data
+/// come fast.
 const void* find_walk(const NormBackward& a) {
   if (a.type == NormType::f32) return FLEXOPS_NORM_KERNEL(backward_walk<float, true, false>);
   if (a.type == NormType::f16) return FLEXOPS_NORM_KERNEL(backward_walk<f16, true, false>);

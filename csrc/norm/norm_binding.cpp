@@ -38,7 +38,7 @@ const void* parameter(const char* op, const char* argument, Maybe& tensor, const
   check_device(op, argument, *tensor, x);
   FLEXOPS_CHECK(tensor->dim() == 1 && tensor->size(0) == x.size(-1), op, ": ", argument, " must have shape [", x.size(-1), "], got ",
                 shape_text(*tensor));
-  tensor = contiguous(*tensor);
+  if (!tensor->is_contiguous()) tensor = contiguous(*tensor);
   return tensor->data();
 }
 
@@ -227,7 +227,7 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
   check_device(op, "statistics", statistics, x);
   FLEXOPS_CHECK(statistics.dtype() == Dtype::f32 && statistics.numel() == (centered ? 2 : 1) * n.rows, op,
                 ": statistics must be those that the forward operator returned");
-  statistics = contiguous(statistics);
+  if (!statistics.is_contiguous()) statistics = contiguous(statistics);
   n.mean = centered ? statistics.data<float>() : nullptr;
   n.rstd = statistics.data<float>() + (centered ? n.rows : 0);
 

@@ -2,6 +2,10 @@
 
 #include "norm/norm_forward.cuh"
 
+#include "norm/norm_forward_codes.cuh"
+#include "norm/norm_forward_held.cuh"
+#include "norm/norm_forward_layer.cuh"
+#include "norm/norm_forward_rows.cuh"
 #include "norm/norm_launch.h"
 
 namespace flexops {
@@ -22,67 +26,88 @@ bool has_vectors(const NormForward& a, int64_t vector) {
 }
 
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
-#define FLEXOPS_NORM_HELD(...)                                                                                 \
-  {FLEXOPS_NORM_KERNEL(forward_held<float, __VA_ARGS__>), FLEXOPS_NORM_KERNEL(forward_held<f16, __VA_ARGS__>), \
-   FLEXOPS_NORM_KERNEL(forward_held<bf16, __VA_ARGS__>)}
-const void* const kFew[3] = FLEXOPS_NORM_HELD(false, norm::kFewItems);
-const void* const kMany[3] = FLEXOPS_NORM_HELD(false, norm::kManyItems);
-const void* const kAdding[3] = FLEXOPS_NORM_HELD(true, norm::kItems);
-// For bf16 alone: each of these takes a second to compile, and kMany is at most a tenth slower.
-const void* const kLayer[3] = {nullptr, nullptr, FLEXOPS_NORM_KERNEL(forward_layer<bf16>)};
-const void* const kCodes[3] = {FLEXOPS_NORM_KERNEL(forward_codes<float>), FLEXOPS_NORM_KERNEL(forward_codes<f16>),
-                               FLEXOPS_NORM_KERNEL(forward_codes<bf16>)};
+const void* const kFew[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kFewItems>),
+                             FLEXOPS_NORM_KERNEL(forward_held<f16, false, false, norm::kFewItems>),
+                             FLEXOPS_NORM_KERNEL(forward_held<bf16, false, false, norm::kFewItems>)};
+const void* const kMany[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kManyItems>),
+                              FLEXOPS_NORM_KERNEL(forward_held<f16, false, true, norm::kManyItems>),
+                              FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kManyItems>)};
+const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, true, norm::kItems>),
+                                FLEXOPS_NORM_KERNEL(forward_held<f16, true, true, norm::kItems>),
+                                FLEXOPS_NORM_KERNEL(forward_held<bf16, true, true, norm::kItems>)};
+// Layer norm's own, for bf16 alone: kMany does as well, at most a tenth slower with many rows and a microsecond with few.
+const void* const kLayer = FLEXOPS_NORM_KERNEL(forward_layer<bf16>);
+const void* const kFewLayer = FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kFewItems>);
+#define FLEXOPS_NORM_CODES(items)                                                                    \
+  {FLEXOPS_NORM_KERNEL(forward_codes<float, items>), FLEXOPS_NORM_KERNEL(forward_codes<f16, items>), \
+   FLEXOPS_NORM_KERNEL(forward_codes<bf16, items>)}
+const void* const kCodes[3] = FLEXOPS_NORM_CODES(norm::kItems);
+const void* const kManyCodes[3] = FLEXOPS_NORM_CODES(norm::kManyItems);
 const void* const kRows[3] = {FLEXOPS_NORM_KERNEL(forward_rows<float>), FLEXOPS_NORM_KERNEL(forward_rows<norm::Half>),
                               FLEXOPS_NORM_KERNEL(forward_rows<norm::Any>)};
 
-/// A kernel, how many vectors of a row its threads hold, how many rows its groups take, and how many threads they have at most.
+/// A kernel, the elements of its vectors, how many of these its threads hold, how many rows its groups take, and how many threads they have
+/// at most.
 struct Way {
   const void* kernel;
-  int64_t items, together = 1;
+  int64_t vector, items, together = 1;
   int most = norm::kHeldThreads;
 };
 
-bool has_few_rows(const Forward& p, int64_t items) { return p.rows * ((p.vectors + items - 1) / items) < kBusy; }
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Way choose(const Forward& p, const NormForward& a, bool vectors) {
+/// Whether rows cut into that many parts are too few to fill a GPU.
+bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts < kBusy; }
+
+Way choose(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
-  const bool codes = a.codes != NormCodes::none, halves = a.row_type != NormType::f32;
-  const auto fits = [&](int64_t items) { return vectors && a.type == a.row_type && p.vectors <= items * norm::kHeldThreads; };
-  if (codes && p.same && fits(norm::kManyItems)) {
-    // Short rows are read better by more lanes.
-    return {kCodes[type], p.vectors > norm::kItems * norm::kNarrowWarp ? norm::kManyItems : norm::kItems};
+  const int64_t vector = 16 / norm::size_of(a.row_type), vectors = a.columns / vector;
+  const bool codes = a.codes != NormCodes::none, layer = a.row_type != NormType::f32 && a.centered;
+  const bool parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
+  const bool aligned = has_vectors(a, vector),
+             regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == NormType::f32);
+  const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
+  if (codes && same && fits(norm::kManyItems)) {
+    // Short rows are read better by more lanes, as are few.
+    const bool few = vectors <= norm::kItems * norm::kNarrowWarp || has_few_rows(a, ceil_divide(vectors, norm::kManyItems));
+    if (few && fits(norm::kItems)) return {kCodes[type], vector, norm::kItems};
+    return {kManyCodes[type], vector, norm::kManyItems};
   }
-  if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], norm::kItems};
+  if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], vector, norm::kItems};
   if (!codes && !a.residual) {
-    const bool layer = halves && a.centered;
-    if (p.same && !layer && fits(norm::kFewItems)) return {kFew[type], norm::kFewItems};
-    if (p.same && layer && kLayer[type] && fits(norm::kItems) && !has_few_rows(p, norm::kItems))
-      return {kLayer[type], norm::kItems, norm::kTogether};
-    if (fits(norm::kManyItems)) return {kMany[type], norm::kManyItems};
+    if (same && !layer && fits(norm::kFewItems)) return {kFew[type], vector, norm::kFewItems};
+    if (same && layer && a.row_type == NormType::bf16) {
+      if (!has_few_rows(a, ceil_divide(vectors, norm::kItems))) {
+        if (fits(norm::kItems)) return {kLayer, vector, norm::kItems, norm::kTogether};
+      } else if (fits(norm::kFewItems)) {
+        return {kFewLayer, vector, norm::kFewItems};
+      }
+    }
+    if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
-  if (!vectors) return {kRows[2], norm::kRowsItems<norm::Any>, 1, norm::kMostThreads};
-  return {kRows[halves], norm::kRowsItems<bf16>, 1, norm::kMostThreads};
+  if (!aligned) return {kRows[2], 1, norm::kRowsItems<norm::Any>, 1, norm::kMostThreads};
+  return {kRows[a.row_type != NormType::f32], vector, norm::kRowsItems<bf16>, 1, norm::kMostThreads};
 }
 
 }  // namespace
 
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
   if (a.rows == 0) return nullptr;
-  const int64_t vector = 16 / norm::size_of(a.row_type);
-  const bool vectors = has_vectors(a, vector);
+  const Way way = choose(a);
+  const int64_t vectors = a.columns / way.vector, parts = ceil_divide(vectors, way.items);
   Forward p;
   p.x = a.x, p.residual = a.residual, p.weight = a.weight, p.bias = a.bias;
   p.y = a.y, p.new_residual = a.new_residual, p.mean = a.mean, p.rstd = a.rstd, p.scales = a.scales;
   p.rows = a.rows, p.x_stride = a.x_stride, p.residual_stride = a.residual_stride;
-  p.columns = static_cast<int>(a.columns), p.vectors = static_cast<int>(vectors ? a.columns / vector : a.columns);
+  p.columns = static_cast<int>(a.columns), p.vectors = static_cast<int>(vectors);
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = static_cast<norm::Type>(a.type), p.row_type = static_cast<norm::Type>(a.row_type);
   p.weight_type = static_cast<norm::Type>(a.weight_type), p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   p.same = a.weight != nullptr && a.weight_type == a.type;
-  const Way way = choose(p, a, vectors);
-  // With few rows, each gets more threads than it needs.
-  p.lanes = norm::lanes_for(has_few_rows(p, way.items) ? p.vectors : (p.vectors + way.items - 1) / way.items, way.most);
+  // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
+  const int64_t least = way.items != norm::kManyItems ? 1 : a.codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
+  p.lanes = norm::lanes_for(has_few_rows(a, parts) ? ceil_divide(vectors, least) : parts, way.most);
   const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
   norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, 0, stream);
   return norm::last_error();

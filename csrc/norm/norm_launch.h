@@ -15,11 +15,23 @@ inline bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uint64_t>(bytes) == 0;
 }
 
-inline int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
+/// What launchers ask of the current GPU.
+struct Gpu {
+  int device = -1;
+  int processors, shared_of_block, shared_of_processor;  // bytes
+};
+/// Asked once by each thread, and again when it has gone on to another GPU.
+inline const Gpu& current_gpu() {
+  thread_local Gpu known;
+  int device = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, which, device);
-  return value;
+  if (device != known.device) {
+    cudaDeviceGetAttribute(&known.processors, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&known.shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&known.shared_of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    known.device = device;
+  }
+  return known;
 }
 
 /// The threads of a row: a power of two up to 32, or a multiple of 32.

@@ -35,9 +35,16 @@ struct Rope {
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
 const char* rope_cuda(const Rope& call, void* stream);
 
-/// The CPU's work is cut into [0, batch * rope_tiles(length)).
+/// The CPU's work is cut into [0, batch * rope_tiles(length) * rope_parts(call)): tiles of positions, whose cos and sin are loaded once,
+/// and the heads of a tile into parts, where there are too few tiles for many threads.
 constexpr int64_t kRopePositions = 16;
 inline int64_t rope_tiles(int64_t length) { return (length + kRopePositions - 1) / kRopePositions; }
+inline int64_t rope_parts(const Rope& call) {
+  constexpr int64_t kEnough = 32;
+  const int64_t tiles = call.batch * rope_tiles(call.length), heads = call.tensors[0].heads + call.tensors[1].heads;
+  if (tiles == 0 || tiles >= kEnough) return 1;
+  return heads < kEnough / tiles ? (heads > 0 ? heads : 1) : kEnough / tiles;
+}
 FLEXOPS_ISA_DECLARE(void rope_cpu(const Rope& call, int64_t begin, int64_t end))
 
 }  // namespace flexops

@@ -91,9 +91,10 @@ void run(const char* op, const Rope& c, const Tensor& where) {
 #else
   (void)op, (void)where;
   constexpr int64_t kElements = 16384;  // that are worth a thread
-  const int64_t tile = (c.tensors[0].heads + c.tensors[1].heads) * kRopePositions * c.head_dim;
-  if (tile == 0) return;
-  parallel_for(0, c.batch * rope_tiles(c.length), tile < kElements ? kElements / tile : 1,
+  const int64_t items = c.batch * rope_tiles(c.length) * rope_parts(c);
+  const int64_t elements = (c.tensors[0].heads + c.tensors[1].heads) * c.batch * c.length * c.head_dim;
+  if (elements == 0) return;
+  parallel_for(0, items, elements > kElements ? items * kElements / elements : items,
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(rope_cpu)(c, begin, end); });
 #endif
 }

@@ -137,22 +137,25 @@ static void copy_rest(const Rope& c, const RopeTensor& t, int64_t in, int64_t ou
 }
 
 void rope_cpu(const Rope& c, int64_t begin, int64_t end) {
-  const int64_t tiles = rope_tiles(c.length);
+  const int64_t tiles = rope_tiles(c.length), parts = rope_parts(c), heads = c.tensors[0].heads + c.tensors[1].heads;
   Angles angles;
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t batch = item / tiles, first = item % tiles * kRopePositions, positions = least(c.length - first, kRopePositions);
+  for (int64_t item = begin, next; item < end; item = next) {
+    const int64_t tile = item / parts, batch = tile / tiles, first = tile % tiles * kRopePositions,
+                  positions = least(c.length - first, kRopePositions);
+    next = least((tile + 1) * parts, end);
+    const int64_t first_head = (item - tile * parts) * heads / parts, last_head = (next - tile * parts) * heads / parts;
     for (int64_t pair = 0; pair == 0 || pair < c.half; pair += kPairs) {  // once even if nothing is rotated
       const int64_t count = least(c.half - pair, kPairs);
       angles.load(c, batch, first, positions, pair, count);
-      for (const RopeTensor& t : c.tensors) {
-        const int64_t *in = t.in_strides, *out = t.out_strides;
-        for (int64_t head = 0; head < t.heads; ++head) {
-          for (int64_t l = 0; l < positions; ++l) {
-            const int64_t from = batch * in[0] + head * in[1] + (first + l) * in[2],
-                          to = batch * out[0] + head * out[1] + (first + l) * out[2];
-            rotate(c, t, from, to, pair, count, angles.cos[l], angles.sin[l]);
-            if (pair == 0 && !c.in_place && c.head_dim > 2 * c.half) copy_rest(c, t, from, to);
-          }
+      for (int64_t either = first_head; either < last_head; ++either) {
+        const bool of_key = either >= c.tensors[0].heads;
+        const RopeTensor& t = c.tensors[of_key];
+        const int64_t *in = t.in_strides, *out = t.out_strides, head = of_key ? either - c.tensors[0].heads : either;
+        for (int64_t l = 0; l < positions; ++l) {
+          const int64_t from = batch * in[0] + head * in[1] + (first + l) * in[2],
+                        to = batch * out[0] + head * out[1] + (first + l) * out[2];
+          rotate(c, t, from, to, pair, count, angles.cos[l], angles.sin[l]);
+          if (pair == 0 && !c.in_place && c.head_dim > 2 * c.half) copy_rest(c, t, from, to);
         }
       }
     }

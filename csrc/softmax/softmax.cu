@@ -1,6 +1,11 @@
 // Softmax's forward launcher.
 
+#include <utility>
+
+#include "softmax/softmax_added.cuh"
+#include "softmax/softmax_general.cuh"
 #include "softmax/softmax_launch.h"
+#include "softmax/softmax_rows.cuh"
 
 namespace flexops {
 namespace {
@@ -19,20 +24,53 @@ Kernel rows_kernel() {
 
 template <bool kMasked>
 Kernel rows_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? rows_kernel<softmax::kF32, kMasked>()
+  return type == SoftmaxType::f32   ? rows_kernel<softmax::kF32, true>()
          : type == SoftmaxType::f16 ? rows_kernel<softmax::kF16, kMasked>()
                                     : rows_kernel<softmax::kBf16, kMasked>();
 }
 
-template <softmax::Type type>
-Kernel general_kernel() {
-  return {reinterpret_cast<const void*>(&softmax::softmax_general<type>), softmax::kGeneralHeld<type>, softmax::kMostThreads};
+const void* added_kernel(SoftmaxType type) {
+  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kF32>)
+         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kF16>)
+                                    : reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kBf16>);
 }
 
-Kernel general_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? general_kernel<softmax::kF32>()
-         : type == SoftmaxType::f16 ? general_kernel<softmax::kF16>()
-                                    : general_kernel<softmax::kBf16>();
+const void* general_kernel(SoftmaxType type) {
+  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kF32>)
+         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kF16>)
+                                    : reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kBf16>);
+}
+
+/// Whether softmax_added takes this mask and does better than softmax_general: it adds, each of its rows lies as those of scores do that it
+/// is for, and with scores of 16 bits (measured) neighbouring rows do not share one.
+bool takes_added(const Params& p, SoftmaxType type) {
+  if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || reinterpret_cast<uintptr_t>(p.mask) % 16 != 0) return false;
+  if (type != SoftmaxType::f32 && p.mask_strides[0] == 0) return false;
+  int64_t row = 1;
+  for (int d = 0; d < p.mask_dims; row *= p.mask_sizes[d].by, ++d)
+    if ((row * p.stride - p.mask_strides[d]) % vector_elements(type) != 0) return false;
+  return true;
+}
+
+/// Spreads rows that have a block each over a grid of the mask's dimensions, if these are few: no row is looked for by division then. Where
+/// rows of the mask's own are followed by others that share them, as those of heads are, the sharers become neighbours.
+void spread(Params& p, Grid& grid) {
+  constexpr int64_t kMost = 65535;  // of a grid's second and third dimension
+  if (p.lanes <= softmax::kNarrowWarp || p.mask_dims > 3) return;
+  int64_t sizes[3] = {p.rows, 1, 1};
+  int64_t steps = 1;
+  for (int d = 0; d < 3; ++d) {
+    const bool there = d < p.mask_dims;
+    if (there) sizes[d] = p.mask_sizes[d].by;
+    p.row_steps[d] = steps, p.mask_steps[d] = there ? p.mask_strides[d] : 0;
+    steps *= sizes[d];
+  }
+  if (p.mask_steps[0] != 0 && p.mask_steps[1] == 0 && sizes[0] <= kMost) {
+    std::swap(sizes[0], sizes[1]), std::swap(p.row_steps[0], p.row_steps[1]), std::swap(p.mask_steps[0], p.mask_steps[1]);
+  }
+  if (sizes[1] > kMost || sizes[2] > kMost) return;
+  p.gridded = true;
+  for (int d = 0; d < 3; ++d) grid.blocks[d] = sizes[d];
 }
 
 }  // namespace
@@ -49,16 +87,25 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
   }
   const bool f32 = rows.type == SoftmaxType::f32, masked = p.mask_kind == softmax::kBoolean;
   if ((masked || p.mask_kind == softmax::kNoMask) && (p.scale > 0.0f || p.scale < 0.0f)) {
-    const Kernel k = masked ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
-    const Grid grid = make_grid(p, rows.type, k.held, k.most);
+    const Kernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
+    Params positive = p;
+    if (p.scale < 0.0f) positive.scale = -p.scale, positive.flip = f32 ? 0x80000000u : 0x80008000u;
+    const Grid grid = make_grid(positive, rows.type, k.held, k.most);
+    if (grid.holds) return launch(k.kernel, positive, grid, stream);
+    if (!masked) return softmax_long(positive, rows.type, stream);
+  }
+  if (takes_added(p, rows.type)) {
+    const int held = f32 ? softmax::kAddedHeld<softmax::kF32> : softmax::kAddedHeld<softmax::kBf16>;
+    Grid grid = make_grid(p, rows.type, held, softmax::kMostOfAdded);
     if (grid.holds) {
-      if (p.scale < 0.0f) p.scale = -p.scale, p.flip = f32 ? 0x80000000u : 0x80008000u;
-      return launch(k.kernel, p, grid, stream);
+      spread(p, grid);
+      return launch(added_kernel(rows.type), p, grid, stream);
     }
   }
-  const Kernel k = general_kernel(rows.type);
-  const Grid grid = make_grid(p, rows.type, k.held, k.most);
-  return launch(grid.holds ? k.kernel : softmax_long_kernel(rows.type), p, grid, stream);
+  const int held = f32 ? softmax::kGeneralHeld<softmax::kF32> : softmax::kGeneralHeld<softmax::kBf16>;
+  const Grid grid = make_grid(p, rows.type, held, softmax::kMostThreads);
+  if (grid.holds) return launch(general_kernel(rows.type), p, grid, stream);
+  return softmax_long_masked(p, rows.type, stream);
 }
 
 }  // namespace flexops

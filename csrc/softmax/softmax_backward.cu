@@ -1,19 +1,55 @@
-// Softmax's backward launcher, and the forward kernel for long rows.
+// Softmax's backward launcher, and the forward kernels for long rows.
 
+#include "softmax/softmax_backward.cuh"
+#include "softmax/softmax_general.cuh"
 #include "softmax/softmax_launch.h"
+#include "softmax/softmax_long.cuh"
 
 namespace flexops {
 
-const void* softmax_long_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF32>)
-         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF16>)
-                                    : reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kBf16>);
+const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
+  const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
+  const void* kernel = type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF32>)
+                       : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF16>)
+                                                  : reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kBf16>);
+  return launch(kernel, p, grid, stream);
 }
+
+const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
+  const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
+  const void* kernel = type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kF32>)
+                       : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kF16>)
+                                                  : reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kBf16>);
+  return launch(kernel, p, grid, stream);
+}
+
+namespace {
+
+/// Launches the kernel for rows of whole vectors, if these are such.
+bool launch_whole(Params p, SoftmaxType type, void* stream, const char*& error) {
+  constexpr int64_t kMany = 1 << 22;
+  const int64_t elements = vector_elements(type);  // float32 gains too little for what it takes to compile
+  if (type == SoftmaxType::f32 || p.queries.by != 0 || (p.length | p.stride | p.grad_stride) % elements != 0 || p.rows * p.length < kMany)
+    return false;
+  Grid grid = make_grid(p, type, softmax::kWholeHeld, softmax::kWholeThreads);
+  if (!grid.holds || p.lanes <= softmax::kNarrowWarp) return false;
+  int64_t together = softmax::kWholeThreads / p.lanes;
+  while (p.rows % together != 0) --together;
+  grid.blocks[0] = p.rows / together, grid.threads[1] = together;
+  error = launch(type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_backward_whole<softmax::kF16>)
+                                          : reinterpret_cast<const void*>(&softmax::softmax_backward_whole<softmax::kBf16>),
+                 p, grid, stream);
+  return true;
+}
+
+}  // namespace
 
 const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, void* stream) {
   if (rows.rows * rows.length == 0) return nullptr;
   Params p = make_params(y, out, rows);
   p.grad = grad, p.grad_stride = grad_stride;
+  const char* error = nullptr;
+  if (launch_whole(p, rows.type, stream, error)) return error;
   const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
   const void* kernel = rows.type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF32>)
                        : rows.type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF16>)

@@ -7,8 +7,9 @@
 
 namespace flexops {
 
-/// Forward, for rows that are too long for a block to hold. softmax_backward.cu has it, so that both files compile equally long.
-const void* softmax_long_kernel(SoftmaxType type);
+/// Forward, for rows that are too long for a block to hold. softmax_backward.cu has them, so that both files compile equally long.
+const char* softmax_long(softmax::Params& p, SoftmaxType type, void* stream);
+const char* softmax_long_masked(softmax::Params& p, SoftmaxType type, void* stream);
 
 namespace {
 
@@ -19,6 +20,8 @@ softmax::Size make_size(int64_t by) {
   return {by, make_divisor(by < kMost ? by : kMost)};
 }
 
+int64_t vector_elements(SoftmaxType type) { return type == SoftmaxType::f32 ? 4 : 8; }
+
 Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   Params p;
   p.x = x, p.out = out, p.mask = nullptr, p.grad = nullptr;
@@ -27,40 +30,43 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   if (!rows.causal) p.queries.by = 0;
   p.mask_dims = p.mask_step = 0;
   p.mask_kind = softmax::kNoMask;
+  p.gridded = false;
   p.scale = rows.scale, p.flip = 0;
   return p;
 }
 
 struct Grid {
-  int64_t blocks, threads;
+  int64_t blocks[3];
+  int64_t threads[2];
   bool holds;  // whole rows
 };
 
-/// The grid, if a thread can hold `held` vectors and a block has up to `most` threads.
+/// The grid, if a thread can hold `held` vectors of a row and a block has up to `most` threads.
 Grid make_grid(Params& p, SoftmaxType type, int64_t held, int64_t most) {
   constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
-  const int64_t elements = type == SoftmaxType::f32 ? 4 : 8;
+  const int64_t elements = vector_elements(type);
   const bool aligned = (reinterpret_cast<uintptr_t>(p.x) & 15) == 0 && p.stride % elements == 0;
   const int64_t vectors = (int64_t{p.length} + (aligned ? 0 : elements - 1) + elements - 1) / elements;  // of the row with the longest head
   if (vectors <= kShort && held > 4) held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
   // Few rows leave most of the GPU idle: more threads share each.
-  if (p.rows * vectors <= kFew && vectors * 4 <= held * most) held /= 4;
+  if (p.rows * vectors <= kFew && held >= 4 && vectors * 4 <= held * most) held /= 4;
   const int64_t warps = (vectors + held * softmax::kNarrowWarp - 1) / (held * softmax::kNarrowWarp);
   p.lanes = 1, p.log_lanes = 0, p.chunks = 1;
   if (warps <= 1) {
     while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
-    return {(p.rows * p.lanes + softmax::kThreads - 1) / softmax::kThreads, softmax::kThreads, true};
+    return {{(p.rows * p.lanes + softmax::kThreads - 1) / softmax::kThreads, 1, 1}, {softmax::kThreads, 1}, true};
   }
   const bool holds = warps * softmax::kNarrowWarp <= most;
   p.lanes = static_cast<int>(holds ? warps * softmax::kNarrowWarp : most);
   p.chunks = static_cast<int>((vectors + held * p.lanes - 1) / (held * p.lanes));
-  return {p.rows, p.lanes, holds};
+  return {{p.rows, 1, 1}, {p.lanes, 1}, holds};
 }
 
 const char* launch(const void* kernel, Params& p, const Grid& grid, void* stream) {
   void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(grid.blocks)), dim3(static_cast<unsigned>(grid.threads)), arguments, 0,
-                   static_cast<cudaStream_t>(stream));
+  const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
+  cudaLaunchKernel(kernel, dim3(size(grid.blocks[0]), size(grid.blocks[1]), size(grid.blocks[2])),
+                   dim3(size(grid.threads[0]), size(grid.threads[1])), arguments, 0, static_cast<cudaStream_t>(stream));
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

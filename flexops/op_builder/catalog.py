@@ -25,7 +25,7 @@ CATALOG: tuple[OpSpec, ...] = (
         cuda_sources=("fp8/fp8.cu",),
     ),
     OpSpec("grad_norm", ops=("grad_norm", "clip_grads_"), cpu_sources=("grad_norm/grad_norm_cpu.cpp",), cuda_sources=("grad_norm/grad_norm.cu",)),
-    OpSpec("lamb", ops=("lamb_moments_", "lamb_apply_"), cpu_sources=("lamb/lamb_cpu.cpp",), cuda_sources=("lamb/lamb.cu",)),
+    OpSpec("lamb", ops=("lamb_", "lamb_moments_", "lamb_apply_"), cpu_sources=("lamb/lamb_cpu.cpp",), cuda_sources=("lamb/lamb.cu",)),
     OpSpec("lion", ops=("lion_",), cpu_sources=("lion/lion_cpu.cpp",), cuda_sources=("lion/lion.cu",)),
     OpSpec("quant", ops=("quantize", "dequantize"), cpu_sources=("quant/quant_cpu.cpp",), cuda_sources=("quant/quant.cu",)),
     OpSpec("rope", ops=("rotary_embedding", "rotary_embedding_"), cpu_sources=("rope/rope_cpu.cpp",), cuda_sources=("rope/rope.cu",)),

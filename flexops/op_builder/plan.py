@@ -32,6 +32,10 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 }
+# libstdc++'s guard of what C++17 adds to <cmath> (Bessel functions and the like), which nvcc includes before every source and reads five times: half a
+# second of each. No kernel uses it; with another library the name means nothing.
+WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
+
 # The encoding of torch 2.11 that torch/csrc/stable/macros.h expects: major in the highest byte, minor in the next.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 _RECIPE = Path(__file__).resolve()
@@ -205,10 +209,10 @@ def for_nvcc(argument: str) -> str:
 
 def binding_flags(torch: TorchBuild) -> tuple[str, ...]:
     """What a binding needs to see torch: the stable ABI where torch has it, else this torch's own C++ headers."""
-    common = (f"-std=c++{torch.cxx_standard}", *(f"-isystem{path}" for path in torch.include_dirs))
-    if torch.stable_abi:
-        return (*common, *STABLE_ABI_FLAGS)
-    return (*common, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+    common = tuple(f"-isystem{path}" for path in torch.include_dirs)
+    if torch.stable_abi:  # which has no C++ header of torch in it, so the older standard does: its library compiles faster
+        return ("-std=c++17", *common, *STABLE_ABI_FLAGS)
+    return (f"-std=c++{torch.cxx_standard}", *common, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
 
 
 def _require(toolchain: Toolchain, device: DeviceType) -> TorchBuild:
@@ -251,7 +255,7 @@ def _compile_steps(
     for source in spec.cuda_sources:
         output = f"{Path(source).stem}.cu.o"
         command = (
-            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O3", WITHOUT_SPECIAL_FUNCTIONS, "-Xcompiler", "-fPIC,-fvisibility=hidden"),
             *(for_nvcc(f"-I{csrc}"), device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
         )
         steps.append(Step("device", output, (str(csrc / source),), command, DEVICE_STEP_BYTES))

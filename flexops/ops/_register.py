@@ -24,6 +24,7 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _apply: dict[Any, Callable[..., Any]] = {}
 """Their ``apply``, less the Python that torch puts before it for functorch's sake."""
+_checks: dict[Any, Callable[..., None]] = {}
 references: dict[Any, Callable[..., Any]] = {}
 """Each op's reference, which is what tests hold native kernels against."""
 
@@ -34,6 +35,7 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    check: Callable[..., None] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
@@ -45,20 +47,25 @@ def define(
         schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only arguments.
         reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
+        check: with the schema's arguments, raises if one is not as the public function says, in its words. It is asked before the reference and the
+            fake kernel (not about float64, in which references are differentiated), and by ``call`` after native kernels have refused an argument:
+            these check in less time, and a call that is right waits for no Python.
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
             coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
-    _library.impl(name, _loading(family, name, reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _library.impl(name, _loading(family, name, _checked(check, reference)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     references[op] = reference
+    if check is not None:
+        _checks[op] = check
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, setup_context, backward)
         _apply[op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
-        _library.impl(name, functools.partial(call_eagerly, op), "Autograd")
+        _library.impl(name, functools.partial(_autograd, op), "Autograd")
 
 
 def _any_requires_grad(*args: Any) -> bool:
@@ -72,17 +79,27 @@ def call(op: Any, *args: Any) -> Any:
     """What ``op(*args)`` gives, at less cost: an op with a gradient goes through Python twice, if it is called itself, and through none of
     autograd's if nothing requires a gradient.
 
-    Public functions call ops through this; a call of ``torch.ops.flexops.<name>`` ends up here too, by way of the dispatcher.
+    Public functions call ops through this, before anything is checked: what native kernels refuse is looked at by the op's ``check``, for its wording.
     """
-    return op(*args) if torch.compiler.is_compiling() else call_eagerly(op, *args)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return op(*args)
+    try:
+        if torch.is_grad_enabled() and _requires_grad(*args):
+            return _apply[op](*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op._op(*args)  # which is what op(*args) calls
+    except (RuntimeError, TypeError):
+        if op in _checks:
+            _checks[op](*args)
+        raise
 
 
-def call_eagerly(op: Any, *args: Any) -> Any:
-    """``call`` outside of compiling; also what the dispatcher calls for ``Autograd``, where tracing, too, has to get below it."""
+def _autograd(op: Any, *args: Any) -> Any:
+    """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``."""
     if torch.is_grad_enabled() and _requires_grad(*args):
         return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op](*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return op._op(*args)  # which is what op(*args) calls
+        return op._op(*args)
 
 
 def _function(op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
@@ -105,6 +122,19 @@ def _function(op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None
     refuse_twice = torch.autograd.function.once_differentiable(backward)
     Differentiable.__name__ = Differentiable.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
     return Differentiable
+
+
+def _checked(check: Callable[..., None] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    if check is None:
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args[0].dtype != torch.float64:
+            check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _loading(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,14 +44,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation 
         TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
         ValueError: a shape or ``approximate`` is not as above.
     """
-    _check_biased("bias_gelu", x, bias)
-    result: Tensor = call(_bias_gelu, x, bias, _is_tanh("bias_gelu", approximate))
+    result: Tensor = call(_bias_gelu, x, bias, approximate == "tanh" or _not_tanh("bias_gelu", approximate))
     return result
 
 
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(x + bias)``, ``silu(x) = x * sigmoid(x)``; otherwise like :func:`bias_gelu`."""
-    _check_biased("bias_silu", x, bias)
     result: Tensor = call(_bias_silu, x, bias)
     return result
 
@@ -73,7 +71,6 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, interleaved: bool = False)
         TypeError: ``gate`` is no tensor of these dtypes, or ``up`` none of gate's.
         ValueError: shapes are not as above, or ``interleaved`` is given together with ``up``.
     """
-    _check_gated("swiglu", gate, up, interleaved)
     result: Tensor = call(_swiglu, gate, up, interleaved)
     return result
 
@@ -84,8 +81,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation 
     Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half: call ``geglu(*reversed(x.chunk(2, -1)))`` there,
     which copies nothing.
     """
-    _check_gated("geglu", gate, up, interleaved)
-    result: Tensor = call(_geglu, gate, up, _is_tanh("geglu", approximate), interleaved)
+    result: Tensor = call(_geglu, gate, up, approximate == "tanh" or _not_tanh("geglu", approximate), interleaved)
     return result
 
 
@@ -126,10 +122,10 @@ def _check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) ->
         raise ValueError(f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds both")
 
 
-def _is_tanh(op: str, approximate: str) -> bool:
-    if approximate not in ("none", "tanh"):
+def _not_tanh(op: str, approximate: str) -> bool:
+    if approximate != "none":
         raise ValueError(f'flexops.{op}: approximate must be "none" or "tanh", got {approximate!r}')
-    return approximate == "tanh"
+    return False
 
 
 # ---- references: plain PyTorch ---------------------------------------------------------------------------------------------------------------
@@ -247,6 +243,7 @@ define(
     "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
     lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
     _biased_fake,
+    check=lambda x, bias, _: _check_biased("bias_gelu", x, bias),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_gelu_backward, grad, ctx.needs_input_grad[1]),
 )
@@ -261,6 +258,7 @@ define(
     "bias_silu(Tensor x, Tensor? bias) -> Tensor",
     lambda x, bias: _biased(x, bias, "silu"),
     _biased_fake,
+    check=lambda x, bias: _check_biased("bias_silu", x, bias),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_silu_backward, grad, ctx.needs_input_grad[1]),
 )
@@ -275,6 +273,7 @@ define(
     "swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor",
     lambda gate, up, interleaved: _gated(gate, up, "silu", interleaved),
     _gated_fake,
+    check=lambda gate, up, interleaved: _check_gated("swiglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _swiglu_backward, grad),
 )
@@ -289,6 +288,7 @@ define(
     "geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor",
     lambda gate, up, tanh, interleaved: _gated(gate, up, _gelu_name(tanh), interleaved),
     _gated_fake,
+    check=lambda gate, up, _, interleaved: _check_gated("geglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _geglu_backward, grad),
 )

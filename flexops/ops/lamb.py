@@ -1,13 +1,12 @@
 """LAMB steps on lists of tensors, in place.
 
 The formula is that of You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh, "Large Batch Optimization for Deep Learning:
-Training BERT in 76 Minutes" (2020), with phi(z) = z. A step is two ops, so that the norms of a tensor that lies on several ranks can be added up
-between them.
+Training BERT in 76 Minutes" (2020), with phi(z) = z. A step has two passes. They are ops of their own, too, so that the norms of a tensor that lies on
+several ranks can be added up between them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,10 @@ from torch import Tensor
 from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
+_SCHEMA = (
+    "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
+)
 _MOMENTS = (
     "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
     "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf) -> Tensor"
@@ -71,14 +74,9 @@ def lamb_(
     check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     lists = [listed(each) for each in (params, grads, exp_avgs, exp_avg_sqs, state_steps)]
     number, tensor = split_lr(lr, on_cpu(lists[0]))
-
-    def check() -> None:
-        _check("lamb_", lists, lr=tensor, grad_scale=grad_scale, found_inf=found_inf)
-
-    ops = torch.ops.flexops
-    norms = call_lists(ops.lamb_moments_.default, (*lists, beta1, beta2, eps, weight_decay, maximize, grad_scale, found_inf), [], check)
-    args = (lists[0], *lists[2:], norms, number, beta1, beta2, eps, weight_decay, adapt, tensor, found_inf)
-    call_lists(ops.lamb_apply_.default, args, lists[0], check)
+    args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf)
+    scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
+    call_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
 
 
 def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
@@ -153,21 +151,39 @@ def _apply_reference(
         writer.put(param, value - rate * ratio * update)
 
 
+def _reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adapt: bool,
+    maximize: bool,
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    _check("lamb_", [params, grads, exp_avgs, exp_avg_sqs, state_steps], lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+    numbers, states = (beta1, beta2, eps, weight_decay), (exp_avgs, exp_avg_sqs, state_steps)
+    norms = _moments_reference(params, grads, *states, *numbers, maximize, grad_scale, found_inf)
+    _apply_reference(params, *states, norms, lr, *numbers, adapt, lr_tensor, found_inf)
+
+
 def _moments_fake(params: list[Tensor], *_: Any) -> Tensor:
     return params[0].new_empty((len(params), 2), dtype=torch.float32)
 
 
+define("lamb", _SCHEMA, _reference, nothing)
 define("lamb", _MOMENTS, _moments_reference, _moments_fake)
 define("lamb", _APPLY, _apply_reference, nothing)
 
 
 def self_check(device: str) -> float:
     """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
-
-    def step(moments: Any, apply: Any, params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
-        norms = moments(params, grads, *states, 0.9, 0.999, 1e-6, 0.1, False, None, None)
-        apply(params, *states, norms, 0.1, 0.9, 0.999, 1e-6, 0.1, True, None, None)
-
-    ops = torch.ops.flexops
-    passes: tuple[Any, ...] = (ops.lamb_moments_, ops.lamb_apply_), (_moments_reference, _apply_reference)
-    return largest_difference(device, 2, [functools.partial(step, *each) for each in passes])
+    steps: tuple[Any, Any] = torch.ops.flexops.lamb_, _reference
+    return largest_difference(device, 2, [lambda *lists, step=step: step(*lists, 0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None) for step in steps])

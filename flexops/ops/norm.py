@@ -15,12 +15,13 @@ gradients of both results in one pass. Gradients are the same bits every time. T
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._register import call_eagerly, define
+from ._register import call, define
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 65536
@@ -42,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         TypeError: a dtype is not as above, or an argument is no tensor.
         ValueError: shapes or devices do not fit, or N or eps is out of range.
     """
-    y: Tensor = _call("layer_norm", _LAYER_NORM, (x, weight, bias, eps), (x, None, weight, bias, eps))[0]
+    y: Tensor = call(_LAYER_NORM, x, weight, bias, eps)[0]
     return y
 
 
@@ -60,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y: Tensor = _call("rms_norm", _RMS_NORM, (x, weight, eps), (x, None, weight, None, eps))[0]
+    y: Tensor = call(_RMS_NORM, x, weight, eps)[0]
     return y
 
 
@@ -79,8 +80,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, bi
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    arguments = (x, residual, weight, bias, eps)
-    y, new_residual, _ = _call("add_layer_norm", _ADD_LAYER_NORM, arguments, arguments)
+    y, new_residual, _ = call(_ADD_LAYER_NORM, x, residual, weight, bias, eps)
     return y, new_residual
 
 
@@ -99,23 +99,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y, new_residual, _ = _call("add_rms_norm", _ADD_RMS_NORM, (x, residual, weight, eps), (x, residual, weight, None, eps))
+    y, new_residual, _ = call(_ADD_RMS_NORM, x, residual, weight, eps)
     return y, new_residual
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------------------------------
-
-
-def _call(name: str, op: Any, arguments: tuple[Any, ...], checked: tuple[Any, ...]) -> Any:
-    """What ``op`` gives. Its kernels check the arguments, in less time than it takes here; only what they refuse is looked at here, for its wording."""
-    if torch.compiler.is_compiling():
-        check(name, *checked)
-        return op(*arguments)
-    try:
-        return call_eagerly(op, *arguments)
-    except (RuntimeError, TypeError):
-        check(name, *checked)
-        raise
 
 
 def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
@@ -132,12 +120,6 @@ def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, 
         raise TypeError(f"flexops.{name}: eps must be a number, got {type(eps).__name__}")
     if not eps >= 0:
         raise ValueError(f"flexops.{name}: eps must be at least 0, got {eps}")
-
-
-def _check_reference(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    """The same, but references take float64 too: derivatives are checked with it."""
-    if x.dtype != torch.float64:
-        check(name, x, residual, weight, bias, eps)
 
 
 def _is_parameter(parameter: Tensor, x: Tensor) -> bool:
@@ -198,26 +180,22 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check_reference("layer_norm", x, None, weight, bias, eps)
     y, statistics = normalize(x, weight, bias, eps, True)
     return y.to(x.dtype).contiguous(), statistics
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check_reference("rms_norm", x, None, weight, None, eps)
     y, statistics = normalize(x, weight, None, eps, False)
     return y.to(x.dtype).contiguous(), statistics
 
 
 def _add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check_reference("add_layer_norm", x, residual, weight, bias, eps)
     new_residual = add(x, residual)
     y, statistics = normalize(new_residual, weight, bias, eps, True)
     return y.to(x.dtype).contiguous(), new_residual, statistics
 
 
 def _add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check_reference("add_rms_norm", x, residual, weight, None, eps)
     new_residual = add(x, residual)
     y, statistics = normalize(new_residual, weight, None, eps, False)
     return y.to(x.dtype).contiguous(), new_residual, statistics
@@ -284,23 +262,19 @@ def _statistics(x: Tensor, centered: bool) -> Tensor:
     return x.new_empty([2, *x.shape[:-1]] if centered else x.shape[:-1], dtype=dtype)
 
 
-def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check_reference("layer_norm", x, None, weight, bias, eps)
+def _layer_norm_fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return like(x), _statistics(x, True)
 
 
-def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check_reference("rms_norm", x, None, weight, None, eps)
+def _rms_norm_fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return like(x), _statistics(x, False)
 
 
-def _add_layer_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check_reference("add_layer_norm", x, residual, weight, bias, eps)
+def _add_layer_norm_fake(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like(x), like(residual), _statistics(residual, True)
 
 
-def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check_reference("add_rms_norm", x, residual, weight, None, eps)
+def _add_rms_norm_fake(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like(x), like(residual), _statistics(residual, False)
 
 
@@ -365,8 +339,8 @@ def _layer_gradients(
     if grad is None:
         return grad_residual, None, None
     x, weight, statistics = ctx.saved_tensors
-    arguments = (grad, grad_residual, x, weight, statistics, need_x, need_weight, need_bias, ctx.bias_dtype)
-    grad_x, grad_weight, grad_bias = _LAYER_NORM_BACKWARD(*arguments)
+    needs = (need_x, need_weight, need_bias)
+    grad_x, grad_weight, grad_bias = _LAYER_NORM_BACKWARD(grad, grad_residual, x, weight, statistics, *needs, ctx.bias_dtype)
     return grad_x if need_x else None, grad_weight if need_weight else None, grad_bias if need_bias else None
 
 
@@ -420,6 +394,7 @@ define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
     _layer_norm_reference,
     _layer_norm_fake,
+    check=lambda x, weight, bias, eps: check("layer_norm", x, None, weight, bias, eps),
     setup_context=_save_layer_norm,
     backward=_layer_norm_gradient,
 )
@@ -428,6 +403,7 @@ define(
     "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
     _rms_norm_reference,
     _rms_norm_fake,
+    check=lambda x, weight, eps: check("rms_norm", x, None, weight, None, eps),
     setup_context=_save_rms_norm,
     backward=_rms_norm_gradient,
 )
@@ -436,6 +412,7 @@ define(
     "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     _add_layer_norm_reference,
     _add_layer_norm_fake,
+    check=functools.partial(check, "add_layer_norm"),
     setup_context=_save_add_layer_norm,
     backward=_add_layer_norm_gradient,
 )
@@ -444,6 +421,7 @@ define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_reference,
     _add_rms_norm_fake,
+    check=lambda x, residual, weight, eps: check("add_rms_norm", x, residual, weight, None, eps),
     setup_context=_save_add_rms_norm,
     backward=_add_rms_norm_gradient,
 )

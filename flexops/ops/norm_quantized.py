@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._register import define
+from ._register import call, define
 from .norm import add, check, like, normalize
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
@@ -39,20 +41,22 @@ def rms_norm_quantized(
 
     Not differentiable: results do not require gradients.
     """
-    check("rms_norm_quantized", x, residual, weight, None, eps)
-    if dtype not in _CODES:
-        raise TypeError(f"flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
-    x, weight = _detached(x), None if weight is None else _detached(weight)
-    results: tuple[Tensor, ...] = (
-        torch.ops.flexops.rms_norm_quantized(x, weight, eps, dtype)
-        if residual is None
-        else torch.ops.flexops.add_rms_norm_quantized(x, _detached(residual), weight, eps, dtype)
-    )
+    x, weight = _detached(x), _detached(weight)
+    if residual is None:
+        results: tuple[Tensor, ...] = call(_RMS_NORM, x, weight, eps, dtype)
+    else:
+        results = call(_ADD_RMS_NORM, x, _detached(residual), weight, eps, dtype)
     return results
 
 
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype) -> None:
+    check("rms_norm_quantized", x, residual, weight, None, eps)
+    if dtype not in _CODES:
+        raise TypeError(f"flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _encode(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -91,10 +95,13 @@ define(
     "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
     _rms_norm_quantized_reference,
     _rms_norm_quantized_fake,
+    check=lambda x, weight, eps, dtype: _check(x, None, weight, eps, dtype),
 )
 define(
     "norm",
     "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_quantized_reference,
     _add_rms_norm_quantized_fake,
+    check=_check,
 )
+_RMS_NORM, _ADD_RMS_NORM = torch.ops.flexops.rms_norm_quantized.default, torch.ops.flexops.add_rms_norm_quantized.default

@@ -65,10 +65,10 @@ def rotary_embedding(
         TypeError: a tensor is not of the dtypes above.
         ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to be written in place is broadcast.
     """
-    _check(query, key, cos, sin, positions)
     if not inplace:
         results = call(_rotate, query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
+    _check(query, key, cos, sin, positions)
     _check_writable(query, key)
     _rotate_in_place(query, key, cos, sin, positions, interleaved)
     return query, key
@@ -119,7 +119,7 @@ def _check_float(name: str, value: Any) -> None:
         _fail(f"{name} must be a float32, bfloat16 or float16 tensor, got {got}", TypeError)
 
 
-def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: bool) -> None:
     _check_float("query", query)
     _check_float("cos", cos)
     shape, table = query.shape, cos.shape
@@ -131,14 +131,18 @@ def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position
         _fail(f"sin must be a {cos.dtype} tensor, as cos, got {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}", TypeError)
     if sin.shape != table:
         _fail(f"sin must have cos's shape {list(table)}, got {list(sin.shape)}")
-    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        _fail(f"{'cos' if cos.requires_grad else 'sin'} must not require a gradient: there is none for it")
+    _check_constant(cos.requires_grad and torch.is_grad_enabled(), sin.requires_grad and torch.is_grad_enabled())
     if key is not None:
         _check_key(query.dtype, shape, key)
     if positions is not None:
         _check_positions(shape, positions)
     elif table[0] < shape[2]:
         _fail(f"cos must have a row for each of query's {shape[2]} positions if positions is None, got {list(table)}")
+
+
+def _check_constant(cos: bool, sin: bool) -> None:
+    if cos or sin:
+        _fail(f"{'cos' if cos else 'sin'} must not require a gradient: there is none for it")
 
 
 def _check_key(dtype: torch.dtype, query: torch.Size, key: Tensor) -> None:
@@ -230,6 +234,7 @@ def _fake_in_place(*_: Any) -> None:
 
 def _keep(ctx: Any, args: tuple[Any, ...], _: tuple[Tensor, Tensor]) -> None:
     cos, sin, positions, interleaved, inverse = args[2:]
+    _check_constant(*ctx.needs_input_grad[2:4])
     ctx.save_for_backward(cos, sin, positions)
     ctx.layout = (interleaved, not inverse)
 
@@ -253,6 +258,7 @@ define(
     "rotary_embedding(Tensor query, Tensor? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> (Tensor, Tensor)",
     _reference,
     _fake,
+    check=_check,
     setup_context=_keep,
     backward=_backward,
 )

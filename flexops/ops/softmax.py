@@ -46,10 +46,6 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 
     float32 from the rounded ``y``, which is all that is kept for the backward pass. The mask's is the same without the scale, summed over the
     dimensions that it was broadcast along. Under autocast the dtype of ``x`` is kept.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or x.dim() == 0:
-        raise _wrong_input("flexops.scaled_masked_softmax:", x)
-    if mask is not None:
-        _check_mask(x, mask)
     result: Tensor = call(_MASKED, x, mask, scale)
     return result
 
@@ -73,22 +69,28 @@ def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Differentiable once. For anything else than this triangle there is :func:`scaled_masked_softmax`.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or x.dim() < 2:
-        raise _wrong_input("flexops.causal_softmax:", x, 2)
     result: Tensor = call(_CAUSAL, x, scale)
     return result
 
 
-def _wrong_input(where: str, x: object, dims: int = 1) -> Exception:
+def _check_x(where: str, x: object, dims: int) -> None:
     if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        return TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
-    least = "one dimension" if dims == 1 else "two dimensions, queries and keys"
-    return ValueError(f"{where} x must have at least {least}, got shape {tuple(x.shape)}")
+        raise TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
+    if x.dim() < dims:
+        least = "one dimension" if dims == 1 else "two dimensions, queries and keys"
+        raise ValueError(f"{where} x must have at least {least}, got shape {tuple(x.shape)}")
 
 
-def _check_mask(x: Tensor, mask: Tensor) -> None:
+def _check_causal(x: Tensor, _scale: float) -> None:
+    _check_x("flexops.causal_softmax:", x, 2)
+
+
+def _check_masked(x: Tensor, mask: Tensor | None, _scale: float) -> None:
     where = "flexops.scaled_masked_softmax:"
+    _check_x(where, x, 1)
+    if mask is None:
+        return
     if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}")
@@ -168,12 +170,11 @@ def _masked_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
     (y,) = ctx.saved_tensors
     needs_x, needs_mask, _ = ctx.needs_input_grad
     scale: float = ctx.scale
-    backward = torch.ops.flexops.softmax_backward.default
-    of_x: Any = backward(grad, y, scale, False) if needs_x else None
+    of_x: Any = _BACKWARD(grad, y, scale, False) if needs_x else None
     if not needs_mask:
         return of_x, None, None
     shape, dtype = ctx.mask_like
-    of_scores: Tensor = of_x if needs_x and scale == 1.0 else backward(grad, y, 1.0, False)
+    of_scores: Tensor = of_x if needs_x and scale == 1.0 else _BACKWARD(grad, y, 1.0, False)
     return of_x, of_scores.sum_to_size(shape).to(dtype), None
 
 
@@ -184,7 +185,7 @@ def _causal_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
 
 def _causal_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     (y,) = ctx.saved_tensors
-    return torch.ops.flexops.softmax_backward.default(grad, y, ctx.scale, True), None
+    return _BACKWARD(grad, y, ctx.scale, True), None
 
 
 define(
@@ -192,6 +193,7 @@ define(
     "scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor",
     _scaled_masked_softmax_reference,
     _forward_fake,
+    check=_check_masked,
     setup_context=_masked_setup,
     backward=_masked_backward,
 )
@@ -200,11 +202,13 @@ define(
     "causal_softmax(Tensor x, float scale) -> Tensor",
     _causal_softmax_reference,
     _forward_fake,
+    check=_check_causal,
     setup_context=_causal_setup,
     backward=_causal_backward,
 )
 define("softmax", "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor", _softmax_backward_reference, _backward_fake)
 _MASKED, _CAUSAL = torch.ops.flexops.scaled_masked_softmax.default, torch.ops.flexops.causal_softmax.default  # looked up once: small calls feel it
+_BACKWARD = torch.ops.flexops.softmax_backward.default
 
 
 def self_check(device: str) -> float:

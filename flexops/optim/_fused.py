@@ -3,6 +3,7 @@ parameters are, state dicts that keep them, and DTensors, of which each rank ste
 
 from __future__ import annotations
 
+import abc
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable
@@ -10,10 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..ops._multi_tensor import split_lr
 
-_PLAIN_TYPES = {torch.nn.Parameter, Tensor}
+_NONE = type(None)
+PLAIN_TYPES = {torch.nn.Parameter, Tensor}
 _is_sparse = operator.attrgetter("is_sparse")
 
 
@@ -30,7 +33,7 @@ class Bucket:
         self.states: dict[str, list[Tensor]] = {}
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     """A ``torch.optim.Optimizer`` whose step is one operator's.
 
     A subclass tells the names of its states, makes them, and makes the step of a :class:`Bucket`.
@@ -42,12 +45,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     _states: tuple[str, ...] = ()
     """The states that a parameter may have."""
 
+    @abc.abstractmethod
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter's states before its first step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        raise NotImplementedError
+        """Make the step of all tensors of a bucket."""
 
     _may_be_mixed = False  # once parameters were found to be on several devices, complex or the like
 
@@ -57,7 +61,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; parameters without a gradient are left alone.
+        """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it runs as it is, outside of the graph.
 
         Args:
             closure: reevaluates the model and returns the loss, which is returned.
@@ -70,10 +74,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_groups()
+        return loss
+
+    @_disable_dynamo  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
+    def _step_groups(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             self._step_group(group, grad_scale, found_inf)
-        return loss
 
     def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         def step(bucket: Bucket) -> None:
@@ -120,15 +128,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         # make no objects that the garbage collector would count.
         params: list[Tensor] = group["params"]
         grads: list[Any] = [param.grad for param in params]
-        there = [grad is not None for grad in grads]
-        if not all(there):
+        types = set(map(type, grads))
+        if _NONE in types:
+            there = [grad is not None for grad in grads]
             params, grads = list(itertools.compress(params, there)), list(itertools.compress(grads, there))
         if not params:
             return ()
         every = self.state
         states = [every[param] or self._initialise(param, group) for param in params]
         buckets = self._sorted(self._kinds(params, states), params, grads, states)
-        if self._may_be_mixed or not set(map(type, params)) | set(map(type, grads)) <= _PLAIN_TYPES:
+        if self._may_be_mixed or not types.union(map(type, params)) - {_NONE} <= PLAIN_TYPES:
             return itertools.chain.from_iterable(map(self._split, buckets))
         return buckets
 
@@ -165,6 +174,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, states in mixed.states.items():
                 bucket.states.setdefault(name, []).append(plain(states[i]))
         return buckets.values()
+
+
+def run(op: Any, *args: Any, **numbers: Any) -> Any:
+    """``op(*args, **numbers)``, less autograd's look at every tensor: ``step`` records nothing."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op._op(*args, **numbers)
 
 
 def full_state(param: Tensor, value: float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, full_state, rate_for, step_state
+from ._fused import Bucket, FusedOptimizer, full_state, rate_for, run, step_state
 
 
 class Adagrad(FusedOptimizer, torch.optim.Adagrad):
@@ -65,5 +65,5 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         lr, lr_tensor = rate_for(group["lr"], bucket)
         lists = bucket.params, bucket.grads, bucket.states["sum"], bucket.states["step"]
         op = torch.ops.flexops.adagrad_.default
-        op(*lists, lr, group["lr_decay"], group["weight_decay"], group["eps"], group["maximize"], lr_tensor, grad_scale, found_inf)
+        run(op, *lists, lr, group["lr_decay"], group["weight_decay"], group["eps"], group["maximize"], lr_tensor, grad_scale, found_inf)
         increment_versions(bucket.params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, full_state, plain, rate_for, step_state
+from ._fused import Bucket, FusedOptimizer, full_state, plain, rate_for, run, step_state
 
 Copies = torch.dtype | Mapping[Tensor, Tensor] | Sequence[Tensor]
 
@@ -64,7 +64,8 @@ class _FusedAdam(FusedOptimizer):
         lists = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), states["step"]]
         copies = [plain(self._copies[owner]) for owner in bucket.owners] if bucket.kind else []
         op = torch.ops.flexops.adam_copy_.default if copies else torch.ops.flexops.adam_.default
-        op(
+        run(
+            op,
             *lists,
             *([copies] if copies else ()),
             lr=lr,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
 from ..ops.adam8bit import blocks
-from ._fused import Bucket, FusedOptimizer, check_options, full_state, is_distributed, plain, rate_for, step_state
+from ._fused import Bucket, FusedOptimizer, check_options, full_state, is_distributed, plain, rate_for, run, step_state
 
 
 class AdamW8bit(FusedOptimizer):
@@ -72,12 +72,12 @@ class AdamW8bit(FusedOptimizer):
         ops = torch.ops.flexops
         if bucket.kind:
             lists = _row_major(bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"])
-            ops.adam8bit_.default(*lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], states["step"], *numbers, group["maximize"], True, *rest)
+            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], states["step"], *numbers, group["maximize"], True, *rest)
         else:
             tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], states["step"]]
             names = "lr", "beta1", "beta2", "eps", "weight_decay"
             options = dict(zip(names, numbers, strict=True)) | dict(zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True))
-            ops.adam_.default(*tensors, amsgrad=False, maximize=group["maximize"], decoupled=True, **options)
+            run(ops.adam_.default, *tensors, amsgrad=False, maximize=group["maximize"], decoupled=True, **options)
         increment_versions(bucket.params)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, add_over_ranks, check_options, full_state, rate_for, sharded_dimensions, step_state
+from ._fused import PLAIN_TYPES, Bucket, FusedOptimizer, add_over_ranks, check_options, full_state, rate_for, run, sharded_dimensions, step_state
 
 
 class LAMB(FusedOptimizer):
@@ -55,15 +55,19 @@ class LAMB(FusedOptimizer):
         return {"step": step_state(param), "exp_avg": full_state(param), "exp_avg_sq": full_state(param)}
 
     def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
-        return [sharded_dimensions(param) for param in params]
+        plain = set(map(type, params)) <= PLAIN_TYPES
+        return [()] * len(params) if plain else [sharded_dimensions(param) for param in params]
 
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         numbers = *group["betas"], group["eps"], group["weight_decay"]
         states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.states["step"]
         ops = torch.ops.flexops
-        norms = ops.lamb_moments_.default(bucket.params, bucket.grads, *states, *numbers, group["maximize"], grad_scale, found_inf)
-        if isinstance(bucket.kind, tuple):
+        if isinstance(bucket.kind, tuple) and bucket.kind:
+            norms = run(ops.lamb_moments_.default, bucket.params, bucket.grads, *states, *numbers, group["maximize"], grad_scale, found_inf)
             add_over_ranks(norms, bucket.kind)
-        ops.lamb_apply_.default(bucket.params, *states, norms, lr, *numbers, group["adapt"], lr_tensor, found_inf)
+            run(ops.lamb_apply_.default, bucket.params, *states, norms, lr, *numbers, group["adapt"], lr_tensor, found_inf)
+        else:
+            flags = group["adapt"], group["maximize"]
+            run(ops.lamb_.default, bucket.params, bucket.grads, *states, lr, *numbers, *flags, lr_tensor, grad_scale, found_inf)
         increment_versions(bucket.params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, check_options, full_state, rate_for
+from ._fused import Bucket, FusedOptimizer, check_options, full_state, rate_for, run
 
 
 class Lion(FusedOptimizer):
@@ -52,5 +52,5 @@ class Lion(FusedOptimizer):
         beta1, beta2 = group["betas"]
         lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
         op = torch.ops.flexops.lion_.default
-        op(*lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf)
+        run(op, *lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf)
         increment_versions(bucket.params)

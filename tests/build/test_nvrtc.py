@@ -17,7 +17,7 @@ CSRC = layout.csrc_root()
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 ELEMENTS = ("float", "flexops::f16", "flexops::bf16", "flexops::AnyElement")
 ROW_LOSSES = ("cross_entropy_rows", "cross_entropy_ring", "scale_rows")
-SOFTMAXES = ("softmax_general", "softmax_long", "softmax_backward_rows")
+FLOATS = ("kF32", "kF16", "kBf16")
 KERNELS = {
     "activation/activation_biased.cuh": (
         *(f"flexops::activation::biased<{type_}, {erf}, {back}>" for type_ in ELEMENTS for erf in ("false", "true") for back in ("false", "true")),
@@ -44,13 +44,16 @@ KERNELS = {
         "flexops::lamb::step_kernel",
         "flexops::lamb::norms_kernel",
     ),
-    "fp8/fp8.cuh": (
+    "fp8/fp8_quantize.cuh": (
         *(
             f"flexops::scaled::{kernel}<flexops::rows::{type_}>"
-            for kernel in ("quantize_groups", "quantize_short", "find_largest", "cast_chunk", "dequantize_short", "dequantize_chunk")
+            for kernel in ("quantize_groups", "quantize_short", "find_largest", "cast_chunk")
             for type_ in ("kF32", "kF16", "kBf16")
         ),
         *(f"flexops::scaled::quantize_long<flexops::rows::{type_}, {wide}>" for type_ in ("kF32", "kF16", "kBf16") for wide in ("false", "true")),
+    ),
+    "fp8/fp8_dequantize.cuh": tuple(
+        f"flexops::scaled::{kernel}<flexops::rows::{type_}>" for kernel in ("dequantize_short", "dequantize_chunk") for type_ in ("kF32", "kF16", "kBf16")
     ),
     "lion/lion.cuh": tuple(f"flexops::lion::lion_kernel<{general}>" for general in ("false", "true")),
     "cross_entropy/cross_entropy.cuh": (
@@ -58,17 +61,27 @@ KERNELS = {
         *(f"flexops::cross_entropy::cross_entropy_rows<flexops::rows::{type_}, false>" for type_ in ("kF32", "kF16", "kBf16")),
         *(f"flexops::cross_entropy::cross_entropy_finish<{mean}>" for mean in ("false", "true")),
     ),
-    "softmax/softmax.cuh": (
-        *(f"flexops::softmax::softmax_rows<flexops::rows::{type_}, {masked}>" for type_ in ("kF32", "kF16", "kBf16") for masked in ("false", "true")),
-        *(f"flexops::softmax::{kernel}<flexops::rows::{type_}>" for kernel in SOFTMAXES for type_ in ("kF32", "kF16", "kBf16")),
+    "softmax/softmax_rows.cuh": (
+        "flexops::softmax::softmax_rows<flexops::rows::kF32, true>",
+        *(f"flexops::softmax::softmax_rows<flexops::rows::{type_}, {masked}>" for type_ in FLOATS[1:] for masked in ("false", "true")),
+    ),
+    "softmax/softmax_added.cuh": tuple(f"flexops::softmax::softmax_added<flexops::rows::{type_}>" for type_ in FLOATS),
+    "softmax/softmax_long.cuh": tuple(f"flexops::softmax::softmax_long<flexops::rows::{type_}>" for type_ in FLOATS),
+    "softmax/softmax_general.cuh": tuple(
+        f"flexops::softmax::{kernel}<flexops::rows::{type_}>" for kernel in ("softmax_general", "softmax_long_masked") for type_ in FLOATS
+    ),
+    "softmax/softmax_backward.cuh": (
+        *(f"flexops::softmax::softmax_backward_rows<flexops::rows::{type_}>" for type_ in FLOATS),
+        *(f"flexops::softmax::softmax_backward_whole<flexops::rows::{type_}>" for type_ in FLOATS[1:]),
     ),
     "norm/norm.cuh": (),
-    "norm/norm_forward.cuh": (
-        *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, 2", "false, 8", "true, 4")),
-        "flexops::norm::forward_layer<flexops::bf16>",
-        *(f"flexops::norm::forward_codes<{t}>" for t in ELEMENTS[:3]),
-        *(f"flexops::norm::forward_rows<{type_}>" for type_ in ("float", "flexops::norm::Half", "flexops::norm::Any")),
+    "norm/norm_forward_held.cuh": (
+        *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, true, 2", "false, true, 8", "true, true, 4")),
+        *(f"flexops::norm::forward_held<{t}, false, false, 2>" for t in ELEMENTS[1:3]),
     ),
+    "norm/norm_forward_layer.cuh": ("flexops::norm::forward_layer<flexops::bf16>",),
+    "norm/norm_forward_codes.cuh": tuple(f"flexops::norm::forward_codes<{t}, {held}>" for t in ELEMENTS[:3] for held in (4, 8)),
+    "norm/norm_forward_rows.cuh": tuple(f"flexops::norm::forward_rows<{t}>" for t in ("float", "flexops::norm::Half", "flexops::norm::Any")),
     "norm/norm_backward.cuh": (
         *(f"flexops::norm::backward_walk<{type_}, true>" for type_ in ELEMENTS[:3]),
         *(f"flexops::norm::backward_walk<flexops::bf16, {way}>" for way in ("false", "true, true")),

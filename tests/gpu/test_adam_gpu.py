@@ -13,7 +13,7 @@ import torch
 from flexops import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
-from step_contract import make_lists, make_params, set_grads
+from step_contract import assert_params_close, make_lists, make_params, step_alike
 from test_adam import TORCH_OPTIONS, TestAdam
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +32,8 @@ def test_torch_fused_after_many_steps(name: str, options: dict[str, Any]) -> Non
     params, expected = make_params("cuda"), make_params("cuda")
     optimizer = getattr(optim, name)(params, lr=0.01, **options)
     oracle = getattr(torch.optim, name)(expected, lr=0.01, fused=True, **options)
-    for step in range(20):
-        for each, stepper in ((params, optimizer), (expected, oracle)):
-            set_grads(each, seed=step)
-            stepper.step()
-    for left, right in zip(params, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+    step_alike(20, (params, optimizer), (expected, oracle))
+    assert_params_close(params, expected)
 
 
 def test_steps_on_the_wrong_device_are_named() -> None:

@@ -112,6 +112,20 @@ def set_grads(params: list[Any], seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).to(param.device)
 
 
+def step_alike(steps: int, *trained: tuple[list[Any], Any]) -> None:
+    """Make as many steps of each ``(parameters, optimizer)``, with the same gradients."""
+    for step in range(steps):
+        for params, optimizer in trained:
+            set_grads(params, seed=step)
+            optimizer.step()
+
+
+def assert_params_close(params: list[Any], expected: list[Any]) -> None:
+    """As two implementations of one formula are after many steps."""
+    for left, right in zip(params, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda t: t.t().contiguous().t(),
     "with gaps": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
@@ -462,6 +476,21 @@ class StepContract:
         assert optimizer.step(closure) > 0
         assert seen == [1]
 
+    def test_a_compiled_step_keeps_its_states(self) -> None:
+        params, expected = (make_params("cpu", shapes=[(80, 70), (33, 65)]) for _ in range(2))
+        optimizer, oracle = self.optimizer(params), self.optimizer(expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        for step in range(3):
+            for each in (params, expected):
+                set_grads(each, seed=step)
+            compiled()
+            oracle.step()
+        torch._dynamo.reset()
+        for left, right in zip(params, expected, strict=True):
+            assert torch.equal(left, right)
+            assert optimizer.state[left].keys() == oracle.state[right].keys()
+
     def test_wrong_options_are_refused(self) -> None:
         for options in ({"lr": -1.0}, {"weight_decay": -1.0}, *({"betas": (1.0, 0.9)} for _ in range("betas" in self.step.options))):
             with pytest.raises(ValueError, match="Invalid"):
@@ -624,10 +653,7 @@ class TorchStepContract(StepContract):
     def test_torch_after_many_steps(self, device: str) -> None:
         for options in self.torch_options:
             (params, optimizer), (expected, oracle) = self.both(device, options)
-            for step in range(20):
-                for each, stepper in ((params, optimizer), (expected, oracle)):
-                    set_grads(each, seed=step)
-                    stepper.step()
+            step_alike(20, (params, optimizer), (expected, oracle))
             for left, right in zip(params, expected, strict=True):
                 torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6, msg=lambda text, options=options: f"{options}: {text}")
                 state, wanted = optimizer.state[left], oracle.state[right]

@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from step_contract import DTYPES, ON_BOTH, Lists, Step, StepContract, TorchStepContract, assert_lists_close, clone, make_lists, make_params, set_grads
+from step_contract import (
+    DTYPES,
+    ON_BOTH,
+    Lists,
+    Step,
+    StepContract,
+    TorchStepContract,
+    assert_lists_close,
+    assert_params_close,
+    clone,
+    make_lists,
+    make_params,
+    set_grads,
+    step_alike,
+)
 from torch import Tensor
 
 import flexops
@@ -140,12 +154,8 @@ def test_copies_follow_the_parameters(how: str, device: str) -> None:
     own = [param.detach().bfloat16() for param in params]
     optimizer = optim.AdamW(params, lr=0.1, copies={"dtype": torch.bfloat16, "list": own, "mapping": {params[1]: own[1]}}[how])
     oracle = torch.optim.AdamW(expected, lr=0.1)
-    for step in range(3):
-        for each, stepper in ((params, optimizer), (expected, oracle)):
-            set_grads(each, seed=step)
-            stepper.step()
-    for left, right in zip(params, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+    step_alike(3, (params, optimizer), (expected, oracle))
+    assert_params_close(params, expected)
     assert len(optimizer.copies) == (1 if how == "mapping" else len(params))
     assert all(torch.equal(written, param.detach().bfloat16()) for param, written in optimizer.copies.items())
     assert "copies" not in optimizer.state_dict()["param_groups"][0]

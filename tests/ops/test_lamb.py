@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_contract import ON_BOTH, Step, StepContract, clone, make_lists, make_params, set_grads
+from step_contract import DTYPES, ON_BOTH, Step, StepContract, assert_params_close, clone, make_lists, make_params, needs_mutable_lists, step_alike
 from torch import Tensor
 
 import flexops
@@ -40,13 +40,8 @@ class TestStep(StepContract):
 def test_without_adaptation_is_adam_with_decay_in_the_update(device: str) -> None:
     params, expected = make_params(device), make_params(device)
     optimizer, oracle = optim.LAMB(params, lr=0.01, eps=1e-8, adapt=False), torch.optim.Adam(expected, lr=0.01)
-    for step in range(5):
-        for each in (params, expected):
-            set_grads(each, seed=step)
-        optimizer.step()
-        oracle.step()
-    for left, right in zip(params, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
+    step_alike(5, (params, optimizer), (expected, oracle))
+    assert_params_close(params, expected)
 
 
 @ON_BOTH
@@ -64,6 +59,29 @@ def test_the_step_has_the_length_that_it_promises(adapt: bool, device: str) -> N
     flexops.lamb_(*lists, lr=0.01, adapt=adapt)
     length = (lists[0][0] - before).norm() / before.norm()
     assert (abs(length - 0.01) < 1e-5) == adapt
+
+
+@ON_BOTH
+def test_the_passes_of_sharded_parameters_are_the_step(device: str) -> None:
+    """Bit for bit: with the norms in between, which ranks add up."""
+    step, numbers = torch.tensor([0.3], device=device), (0.9, 0.999, 1e-6, 0.1)
+    groups = [make_lists(TestStep.step, param, grad, device) for param, grad in zip(DTYPES, reversed(DTYPES), strict=True)]
+    lists = [[tensor for group in groups for tensor in group[k]] for k in range(5)]
+    whole = clone(lists)
+    norms = torch.ops.flexops.lamb_moments_(*lists, *numbers, True, None, None)
+    torch.ops.flexops.lamb_apply_(lists[0], *lists[2:], norms, 0.0, *numbers, True, step, None)
+    torch.ops.flexops.lamb_(*whole, 0.0, *numbers, True, True, step, None, None)
+    for found, wanted in zip(lists, whole, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+
+
+@needs_mutable_lists
+def test_opcheck_of_the_passes() -> None:
+    lists = make_lists(TestStep.step, torch.float32, torch.bfloat16, "cpu", shapes=[(7,), (33, 65)])
+    params, _, *states = lists
+    numbers = 0.9, 0.999, 1e-6, 0.1
+    torch.library.opcheck(torch.ops.flexops.lamb_moments_.default, (*lists, *numbers, False, None, None))
+    torch.library.opcheck(torch.ops.flexops.lamb_apply_.default, (params, *states, torch.ones(2, 2), 0.1, *numbers, True, None, None))
 
 
 def test_norms_of_the_wrong_shape_are_refused() -> None:

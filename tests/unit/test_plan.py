@@ -53,7 +53,7 @@ def test_only_the_binding_sees_torch() -> None:
 
 def test_stable_abi_where_torch_has_it() -> None:
     words = step(paper_plan(ADAM, "cuda"), "binding.o").command
-    assert {"-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-std=c++20", "-DUSE_CUDA", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
+    assert {"-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-std=c++17", "-DUSE_CUDA", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
     assert not any("GLIBCXX_USE_CXX11_ABI" in word for word in words)
     assert "-lc10" not in paper_plan(ADAM, "cuda").steps[-1].command
 

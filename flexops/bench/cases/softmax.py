@@ -27,6 +27,16 @@ def softmax(setup: Setup) -> Iterator[Case]:
     count = (2 * size + keep.nbytes, "reads x and a boolean mask that heads share, writes y")
     functions = contenders(setup, masked, torch_masked)
     yield from forward_and_backward(FAMILY, "scaled_masked_softmax", f"masked softmax {what}", functions, (x, keep), count, None)
+    functions = contenders(setup, masked, torch_added)
+    for dtype, shape, sharing in (
+        (torch.bfloat16, (4, 1, length, length), "bf16 mask that heads share"),
+        (torch.float32, (4, 1, length, length), "fp32 mask that heads share"),
+        (torch.bfloat16, (4, 1, 1, length), "bf16 mask of keys"),
+    ):
+        mask = torch.randn(shape, device=setup.device).masked_fill(torch.rand(shape, device=setup.device) < 0.1, -torch.inf).to(dtype)
+        count = (2 * size + mask.nbytes, "reads x and the mask, writes y")
+        name = f"softmax, added {sharing}, {what}"
+        yield from forward_and_backward(FAMILY, "scaled_masked_softmax", name, functions, (x, mask), count, None)
     functions = contenders(setup, causal, torch_causal)
     count = (size // 2 + size, "reads half of x, writes y")
     yield from forward_and_backward(FAMILY, "causal_softmax", f"causal softmax {what}", functions, (x,), count, (2 * size, "reads half of dy and y, writes dx"))
@@ -42,12 +52,16 @@ def torch_scaled(x: Tensor) -> Tensor:
     return torch.softmax(x * SCALE, -1)
 
 
-def masked(x: Tensor, keep: Tensor) -> Any:
-    return op.scaled_masked_softmax(x, keep, SCALE)
+def masked(x: Tensor, mask: Tensor) -> Any:
+    return op.scaled_masked_softmax(x, mask, SCALE)
 
 
 def torch_masked(x: Tensor, keep: Tensor) -> Tensor:
     return torch.softmax((x * SCALE).masked_fill(~keep, -torch.inf), -1)
+
+
+def torch_added(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(x * SCALE + mask, -1).to(x.dtype)  # a float32 mask makes float32 of it all
 
 
 def causal(x: Tensor) -> Any:

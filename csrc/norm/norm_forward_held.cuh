@@ -1,0 +1,114 @@
+// The norms' kernel for rows that registers hold whole.
+#pragma once
+
+#include "norm/norm_forward.cuh"
+
+namespace flexops::norm {
+
+/// kVector<T> parameters, of T or of float32.
+template <typename T>
+FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, i64 index, Type type) {
+  if (Traits<T>::kType == kF32 || type != kF32) {
+    load_floats<T, Cache::constant>(out, from, index);
+  } else {
+    load_floats<float, Cache::constant>(out, from, index);
+  }
+}
+
+/// kSame: there is a weight, and it and the bias are of T: no branches keep them from being read ahead.
+template <typename T, bool kMayCenter, bool kSame, int N>
+FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T> (&raw)[N], i64 row, int count, float mean, float rstd) {
+  constexpr int V = kVector<T>;
+  T* to = static_cast<T*>(p.y) + row * p.columns;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const int at = g.lane + k * g.lanes;
+    if (at >= count) continue;
+    float v[V], w[V], b[V];
+    widen<T>(v, raw[k], p.type);
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
+    if constexpr (kSame) {
+      Raw<T> bias = {};
+      if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
+      widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
+      widen<T>(b, bias, p.type);
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
+    } else {
+      if (p.weight) {
+        load_parameters<T>(w, p.weight, at * V, p.weight_type);
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] *= w[i];
+      }
+      if (p.bias) {
+        load_parameters<T>(b, p.bias, at * V, p.weight_type);
+#pragma unroll
+        for (int i = 0; i < V; ++i) v[i] += b[i];
+      }
+    }
+    write<T>(to, at * V, narrow<T>(v, p.type), p.type);
+  }
+}
+
+/// How many blocks a multiprocessor has at least: few registers let many rows be on their way. Layer norm of 16-bit rows takes more of them
+/// for kFewItems, and has that for few rows alone.
+template <typename T, bool kMayCenter, int kHeld>
+constexpr int kHeldBlocks = kHeld == kFewItems && (!kMayCenter || kVector<T> == 4) ? 4 : 2;
+
+/// For rows that registers hold whole, where everything is of T but the parameters, which are of T or of float32. kAdding: with a
+/// residual. kFewItems: only with a weight of T.
+template <typename T, bool kAdding, bool kMayCenter, int kHeld>
+__global__ void __launch_bounds__(kHeldThreads, (kHeldBlocks<T, kMayCenter, kHeld>)) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
+  constexpr int V = kVector<T>;
+  __shared__ Partial<float, 1> shared[2];
+  const Group g(p.lanes, true);
+  const Lasting lasting(p.lasting);
+  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const int count = row < p.rows ? p.vectors : 0;
+  Raw<T> raw[kHeld];
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
+  if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, lasting);
+
+  const bool centered = kMayCenter && p.centered;
+  float mean = 0.0f, total[1] = {0.0f};
+  if (centered) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      float v[V];
+      widen<T>(v, raw[k], p.type);
+      total[0] += sum_of(v);
+    }
+    forget<T>(raw, p.nothing);
+    group_reduce<true>(total, Sum{}, g, shared[0]);
+    mean = total[0] * p.inverse;
+    total[0] = 0.0f;
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    float v[V];
+    widen<T>(v, raw[k], p.type);
+    if (g.lane + k * g.lanes < count) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * (v[i] - mean);
+      total[0] += sum_of(v);
+    }
+  }
+  forget<T>(raw, p.nothing);
+  group_reduce<true>(total, Sum{}, g, shared[1]);
+  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
+  if (g.lane == 0 && row < p.rows) {
+    if (p.mean) p.mean[row] = mean;
+    if (p.rstd) p.rstd[row] = rstd;
+  }
+
+  if constexpr (kHeld == kFewItems) {
+    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
+  } else if (!kAdding && p.same) {
+    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
+  } else {
+    write_results<T, kMayCenter, false>(p, g, raw, row, count, mean, rstd);
+  }
+}
+
+}  // namespace flexops::norm

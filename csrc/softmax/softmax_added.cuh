@@ -1,0 +1,100 @@
+// Forward with masks that add and lie as the scores do, within 16 bytes: rows that a block's threads hold as float32.
+//
+// A grid of the mask's dimensions spares most blocks all divisions, which would be a third of what there is to do. Rows that share a row of
+// the mask, as those of heads do, are neighbours in it: the second-level cache has the mask's row then, and need not have all of them.
+#pragma once
+
+#include "softmax/softmax_mask.cuh"
+
+namespace flexops::softmax {
+
+template <Type type>
+constexpr int kAddedHeld = type == kF32 ? 4 : 2;       // vectors of a row that a thread holds
+constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a block; two such leave a thread 64 registers
+
+/// The thread's row, and where the mask's begins.
+FLEXOPS_DEVICE Place find_masked_place(const Params& p, i64& mask_at) {
+  if (!p.gridded) {
+    const Place place = find_place(p);
+    mask_at = mask_offset(p, place.row);
+    return place;
+  }
+  const i64 x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;
+  mask_at = x * p.mask_steps[0] + y * p.mask_steps[1] + z * p.mask_steps[2];
+  return {x * p.row_steps[0] + y * p.row_steps[1] + z * p.row_steps[2], static_cast<int>(threadIdx.x), true};
+}
+
+/// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What is outside of the row comes as
+/// anything.
+template <int N, int V>
+FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Mask kind, int from, int step, int length) {
+  if (kind == kAddF32) {
+    const float* row = reinterpret_cast<const float*>(mask);
+#pragma unroll
+    for (int i = 0; i < V * N; i += 4) {
+      const int at = from + i / N * step + i % N;
+      if (at <= -4 || at >= length) continue;
+      const auto numbers = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(row + at));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i + j] = numbers.at[j];
+    }
+  } else {
+    const u16* row = reinterpret_cast<const u16*>(mask);
+    Vec<u32, N / 2> halves[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k)
+      if (from + k * step < length) halves[k] = load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(row + from + k * step));
+    if (kind == kAddBf16) {
+#pragma unroll
+      for (int i = 0; i < V * N; ++i)
+        s[i] = bit_cast<float>(i % 2 ? halves[i / N].at[i % N / 2] & 0xffff0000u : halves[i / N].at[i % N / 2] << 16);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V * N; ++i) s[i] = to_float(f16{static_cast<u16>(halves[i / N].at[i % N / 2] >> (i % 2 * 16))});
+    }
+  }
+}
+
+template <Type type>
+__global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int N = kVector<type>, V = kAddedHeld<type>;
+  using T = Element<type>;
+  __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
+  i64 mask_at;
+  const Place place = find_masked_place(p, mask_at);
+  const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
+  const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
+  const int length = p.length;
+  Packed raw[V];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    raw[k] = {{0, 0, 0, 0}};
+    if (first + k * step < length) raw[k] = load_vector<type, kRead>(x, first + k * step);
+  }
+  float s[V * N], scores[N];
+  const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == kAddF32 ? 4 : 2);
+  read_added<N, V>(s, mask, p.mask_kind, first, step, length);
+  const float scale = p.scale * kUnit<type>;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    widen<type>(scores, raw[k]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(s[k * N + i], kUnit<type>, scores[i] * scale);
+    limit<type>(s + k * N, first + k * step, length);
+  }
+  const float maximum = settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
+#pragma unroll
+  for (int i = 0; i < V * N; ++i) s[i] = power<type>(s[i] - maximum);
+  const float sum = reduce_row<true>(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (!place.exists) return;
+  T* out = static_cast<T*>(p.out) + place.row * p.length;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const int at = first + k * step;
+    if (at >= p.length) break;
+    store_results<type>(out, s + k * N, sum, inverse, at, length, p.length);
+  }
+}
+
+}  // namespace flexops::softmax

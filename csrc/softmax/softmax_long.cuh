@@ -1,0 +1,76 @@
+// Forward without a mask, for a scale that is neither 0 nor NaN: rows of any length, a block each.
+//
+// A row of more than its threads hold is read twice, forwards for maximum and sum together, then backwards for the results: what was read
+// last is still in registers, and what was read before it in the second-level cache.
+#pragma once
+
+#include "softmax/softmax.cuh"
+
+namespace flexops::softmax {
+
+constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
+
+/// A chunk of V vectors: those of elements [from, from + kVector) and so on, `step` apart. What is not in the row of `length` becomes -inf.
+template <Type type, Cache cache, int V>
+FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const Element<type>* x, int from, int step, int length, u32 flip) {
+  const u32 lowest = kLowest<type> ^ flip;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    scores[k] = {{lowest, lowest, lowest, lowest}};
+    if (from + k * step < length) scores[k] = load_vector<type, cache>(x, from + k * step);
+  }
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    if (flip != 0) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) scores[k].at[w] ^= flip;
+    }
+    limit<type>(scores[k], from + k * step, length, kLowest<type>);
+  }
+}
+
+template <Type type>
+__global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int N = kVector<type>, V = kLongHeld;
+  using T = Element<type>;
+  __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
+  const i64 row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.stride;
+  T* out = static_cast<T*>(p.out) + row * p.length;
+  const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<type>(x), step = p.lanes * N;
+  const float scale = p.scale * kUnit<type>;
+  float base = -infinity(), sum = 0.0f, s[N];  // `base`: the greatest exponent so far
+  Packed scores[V];
+#pragma unroll 1
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    const int from = first + chunk * V * step;
+    load_scores<type, kRead>(scores, x, from, step, length, p.flip);
+    const float highest = Max{}(find_base(highest_of<type>(scores), scale), base);
+    sum *= power<type>(base - settle(highest));
+    base = highest;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      if (from + k * step >= length) continue;
+      make_powers<type>(s, scores[k], scale, settle(base));
+      sum += sum_tree<N>(s);
+    }
+  }
+  float top = settle(reduce_row(base, Max{}, -infinity(), p.lanes, maxima));
+  sum = reduce_row(sum * power<type>(base - top), Sum{}, 0.0f, p.lanes, sums);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  forget(top);
+#pragma unroll 1
+  for (int chunk = p.chunks - 1; chunk >= 0; --chunk) {
+    const int from = first + chunk * V * step;
+    if (chunk != p.chunks - 1) load_scores<type, Cache::streaming>(scores, x, from, step, length, p.flip);
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const int at = from + k * step;
+      if (at >= p.length) continue;
+      make_powers<type>(s, scores[k], scale, top);
+      store_results<type>(out, s, sum, inverse, at, length, p.length);
+    }
+  }
+}
+
+}  // namespace flexops::softmax

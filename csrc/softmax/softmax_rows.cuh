@@ -1,0 +1,92 @@
+// Forward, boolean masks or none.
+#pragma once
+
+#include "softmax/softmax_mask.cuh"
+
+namespace flexops::softmax {
+
+// Vectors of a row that a thread can hold, and the threads of the largest block. Two blocks of 640 leave a thread 48 registers, of 768 40.
+template <Type type, bool kMasked>
+constexpr int kHeld = type != kF32 ? 4 : 8;
+template <Type type, bool kMasked>
+constexpr int kMostOfRows = type == kF32 ? kMostThreads
+                            : kMasked    ? 640
+                                         : 768;
+template <Type type, bool kMasked>
+constexpr int kBlocksOfRows = (kMostOfRows<type, kMasked>) < kMostThreads ? 2 : 1;
+
+/// Rows of up to lanes * kHeld vectors; for a positive scale.
+template <Type type, bool kMasked>
+__global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<type, kMasked>))
+    softmax_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int N = kVector<type>, V = kHeld<type, kMasked>;
+  using T = Element<type>;
+  __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
+  const Place place = find_place(p);
+  const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
+  const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
+  int length = visible(p, place.row);
+  const u32 lowest = kLowest<type> ^ p.flip;
+  Packed scores[V];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    scores[k] = {{lowest, lowest, lowest, lowest}};
+    if (first + k * step < length) scores[k] = load_vector<type, kRead>(x, first + k * step);
+  }
+  u32 words[V][N / 4];
+  bool bytewise = false;
+  if (kMasked && (type != kF32 || p.mask_kind == kBoolean)) {
+    const char* mask = static_cast<const char*>(p.mask) + mask_offset(p, place.row);
+    if (p.mask_step == 0) {
+      if (*mask == 0) length = 0;
+    } else {
+      read_boolean<N, V>(words, mask, first, step, length);
+      bytewise = true;
+    }
+  }
+  if (p.flip != 0) {
+#pragma unroll
+    for (int i = 0; i < V * 4; ++i) scores[i / 4].at[i % 4] ^= p.flip;
+  }
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const int at = first + k * step;
+    if (kMasked && bytewise && at < length) apply_boolean<type>(scores[k], words[k]);
+    limit<type>(scores[k], at, length, kLowest<type>);
+  }
+  const float maximum = settle(reduce_row(highest_of<type>(scores), Max{}, -infinity(), p.lanes, maxima));
+  const float scale = p.scale * kUnit<type>;
+  float base = find_base(maximum, scale), sum = 0.0f, powers[N];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    if (first + k * step >= length) continue;
+    make_powers<type>(powers, scores[k], scale, base);
+    sum += sum_tree<N>(powers);
+    if constexpr (type == kF32) scores[k] = narrow<type>(powers);
+  }
+  sum = reduce_row(sum, Sum{}, 0.0f, p.lanes, sums);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (!place.exists) return;
+  forget(base);
+  T* out = static_cast<T*>(p.out) + place.row * p.length;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const int at = first + k * step;
+    if (at >= p.length) break;
+    Packed results = {{0, 0, 0, 0}};
+    if (at < length) {
+      if constexpr (type == kF32) {
+        widen<type>(powers, scores[k]);
+      } else {  // again, which is cheaper than the registers to keep them: rows under way are what hides memory's latency
+        make_powers<type>(powers, scores[k], scale, base);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
+      results = narrow<type>(powers);
+      limit<type>(results, at, length, 0);
+    }
+    store_vector<type, kWrite>(out, at, p.length, results);
+  }
+}
+
+}  // namespace flexops::softmax
