@@ -121,6 +121,18 @@ def two_gpus() -> None:
 
 
 @pytest.fixture(scope="session")
+def require_gpu_memory() -> Callable[[int], None]:
+    """``require_gpu_memory(bytes)``: the GPU has that many free."""
+    import torch
+
+    def ensure(needed: int) -> None:
+        what = f"{needed / 2**30:.0f} GiB of free GPU memory"
+        _require(torch.cuda.mem_get_info()[0] >= needed, what, "run the tests on a larger GPU, or one that nobody else uses", excuse="most have less")
+
+    return ensure
+
+
+@pytest.fixture(scope="session")
 def ccache() -> Path:
     """The path of ccache."""
     found = shutil.which("ccache")

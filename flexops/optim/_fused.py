@@ -61,7 +61,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it runs as it is, outside of the graph.
+        """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it runs as it is, outside of the
+        graph (which ``fullgraph=True`` refuses).
 
         Args:
             closure: reevaluates the model and returns the loss, which is returned.

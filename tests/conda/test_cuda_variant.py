@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cuda(world: World, cpu: CpuBuild, nvcc_toolkit: CudaToolkit) -> Place:
+def cuda(world: World, cpu: CpuBuild, nvcc_toolkit: CudaToolkit, require: Callable[..., None]) -> Place:
     """The variant for the release that the toolkit here is of. torch for CUDA is this environment's torch under that name: the stable ABI is the same."""
     from miniature import PYTHON, Miniature
 
     release = str(nvcc_toolkit.version)
     variant = next((one for one in targets.load().variants if one.cuda == release), None)
-    if variant is None:
-        pytest.skip(f"no variant is for CUDA {release}")
+    require(variant, f"a variant for CUDA {release}", 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", or run scripts/run_tests.sh, which does')
+    assert variant is not None
     extra = Miniature(world.root / "cuda-upstream", world.root / "staging")
     extra.add_cuda_toolkit(nvcc_toolkit.root, release)
     distribution = importlib.metadata.distribution("torch")

@@ -79,10 +79,10 @@ def test_cuda_gives_the_cpus_bits() -> None:
             assert_same(on_gpu.cpu(), on_cpu)
 
 
-def test_torch_multiplies_with_these_scales() -> None:
+def test_torch_multiplies_with_these_scales(require: Callable[..., None]) -> None:
     """torch._scaled_mm takes values and scales as they are."""
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("torch._scaled_mm needs a GPU of compute capability 8.9")
+    able = torch.cuda.get_device_capability() >= (8, 9)
+    require(able, "a GPU of compute capability 8.9, for torch._scaled_mm", "run the tests on such a GPU", "this one is older")
     a, b = torch.randn(64, 256, device="cuda").bfloat16(), torch.randn(48, 256, device="cuda").bfloat16()
     for scaling in ("row", "tensor"):
         (codes_a, scales_a), (codes_b, scales_b) = flexops.quantize_fp8(a, scaling=scaling), flexops.quantize_fp8(b, scaling=scaling)

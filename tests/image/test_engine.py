@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +257,8 @@ def test_no_engine_is_one_clear_error(image: Image) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_socket_that_may_not_be_used(image: Image, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root is needed to become another user; test_images.py tells such an error by its text")
+def test_a_socket_that_may_not_be_used(image: Image, tmp_path: Path, require: Callable[..., None]) -> None:
+    require(os.geteuid() == 0, "root, to become another user", "run the tests as root", "test_images.py tells such an error by its text")
     # What is needed is imported as root, because another user may not be able to read this Python.
     script = "import os, docker.transport, docker.errors, flexops.images.engine as e; os.setgroups([]); os.setgid(65534); os.setuid(65534); e.connect()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=image.environment(REPOSITORY), check=False)
@@ -304,10 +303,10 @@ def _bridge(request: int) -> bool:
 
 
 @pytest.fixture
-def full_engine(engine: Any, base: str, tmp_path: Path) -> Iterator[str]:
+def full_engine(engine: Any, base: str, tmp_path: Path, require: Callable[..., None]) -> Iterator[str]:
     """Another engine, on a disk of its own that has little room beside the base image; its DOCKER_HOST."""
-    if os.geteuid() != 0 or not shutil.which("dockerd"):
-        pytest.skip("a second engine on a small disk needs root and dockerd")
+    excuse = "" if os.geteuid() == 0 else "only root can start a second engine"
+    require(not excuse and shutil.which("dockerd"), "root and dockerd, for a second engine on a small disk", "apt-get install docker.io, as root", excuse)
     disk, host = tmp_path / "disk", f"unix://{tmp_path}/engine.sock"
     disk.mkdir()
     size = engine.images.get(base).attrs["Size"] // 2**20 * 2 + 120  # loading it takes its size twice

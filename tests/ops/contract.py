@@ -635,12 +635,11 @@ class Contract:
         here = Result(*(tuple(None if t is None else t.to("cuda:0") for t in tensors) for tensors in actual))
         assert_same(here, run(case.call, args, case.differentiable))
 
-    def test_cuda_more_than_2_to_31_elements(self, case: Case) -> None:
+    def test_cuda_more_than_2_to_31_elements(self, case: Case, require_gpu_memory: Callable[[int], None]) -> None:
         """The first and the last rows are those of a call on these rows alone."""
         assert case.huge is not None
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < HUGE_MEMORY:
-            pytest.skip(f"needs {HUGE_MEMORY // 2**30} GiB of GPU memory")
+        require_gpu_memory(HUGE_MEMORY)
         args = case.inputs(Make(torch.bfloat16, "cuda", in_place=True), case.huge)
         assert any(isinstance(arg, Tensor) and arg.numel() > 2**31 for arg in args)
         args = tuple(arg.requires_grad_() if i in case.differentiable else arg for i, arg in enumerate(args))

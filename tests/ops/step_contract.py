@@ -597,12 +597,11 @@ class StepContract:
         assert_lists_close(lists, expected)
 
     @pytest.mark.gpu
-    def test_cuda_more_than_2_to_31_elements(self) -> None:
+    def test_cuda_more_than_2_to_31_elements(self, require_gpu_memory: Callable[[int], None]) -> None:
         count = 2**31 + 12_345
         sizes = {torch.int8: 1, torch.uint8: 1, torch.float32: 4, None: 2}
         needed = sum(count * sizes[dtype] for name, dtype in self.step.lists.items() if name != "state_steps" and "scale" not in name) + 2**31
-        if torch.cuda.mem_get_info()[0] < needed:
-            pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
+        require_gpu_memory(needed)
         lists = []
         for name, dtype in self.step.lists.items():
             shape = () if name == "state_steps" else (blocks(count),) if "scale" in name else (count,)

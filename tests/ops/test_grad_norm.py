@@ -260,10 +260,9 @@ def test_cuda_gradients_on_cpu_and_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_more_than_2_to_31_elements() -> None:
+def test_cuda_more_than_2_to_31_elements(require_gpu_memory: Callable[[int], None]) -> None:
     count = 2**31 + 12_345
-    if torch.cuda.mem_get_info()[0] < 3 * count:
-        pytest.skip("needs 6 GiB of GPU memory")
+    require_gpu_memory(3 * count)
     grad = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
     grad[0], grad[2**31 + 1], grad[-1] = 3.0, 4.0, 12.0
     norm = flexops.grad_norm([grad])
