@@ -1,7 +1,7 @@
 """Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into the wheel.
 
 Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and ``bdist_wheel`` know of it; how it is built is the business of
-``flexops.op_builder``. The libraries hold no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
+``flexops.op_builder``. The libraries need no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ constexpr int kTotalColumns = 32, kTotalThreads = 256;
 /// Which activation; the coefficients of t are those of silu or gelu(tanh).
 struct Function {
   float a, b;
+  bool erf;
 };
 
 constexpr float kLog2E = 1.44269504f;
@@ -159,8 +160,63 @@ FLEXOPS_DEVICE float differentiate(float x, const Function& f, float& value) {
   }
 }
 
+/// The same for N numbers at once. Which activation it is, is told at run time: a branch for N of them, and one kernel to compile, not two.
+template <bool kAccurate, int N>
+FLEXOPS_DEVICE void activate_all(float (&x)[N], const Function& f) {
+  if (f.erf) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = activate<true, kAccurate>(x[i], f);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = activate<false, kAccurate>(x[i], f);
+  }
+}
+/// `x` becomes the derivatives.
+template <bool kAccurate, int N>
+FLEXOPS_DEVICE void differentiate_all(float (&x)[N], const Function& f, float (&value)[N]) {
+  if (f.erf) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = differentiate<true, kAccurate>(x[i], f, value[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = differentiate<false, kAccurate>(x[i], f, value[i]);
+  }
+}
+
+// ---- elements -------------------------------------------------------------------------------------------------------
+
+/// float16 or bfloat16, which is told at run time.
+struct AnyHalf {
+  u16 bits;
+};
+
 template <typename T>
 constexpr bool kIsAccurate = sizeof(T) != 2;  // AnyElement's too
+
+template <typename T, int N>
+FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<T, N>& in, ElementType) {
+  widen(out, in);
+}
+template <int N>
+FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<AnyHalf, N>& in, ElementType type) {
+  if (type == kBfloat16) {
+    widen(out, bit_cast<Vec<bf16, N>>(in));
+  } else {
+    widen(out, bit_cast<Vec<f16, N>>(in));
+  }
+}
+
+/// Writes N numbers, rounded to T or to what `type` tells.
+template <typename T, int N>
+FLEXOPS_DEVICE void put_floats(void* to, i64 index, const float (&value)[N], ElementType type) {
+  if constexpr (sizeof(T) != 2) {
+    put<T, N, kStore>(to, index, value, type);
+  } else if (type == kBfloat16) {
+    put<bf16, N, kStore>(to, index, value, type);
+  } else {
+    put<f16, N, kStore>(to, index, value, type);
+  }
+}
 
 /// Where a thread works. By rows: in the same columns of `take` neighbouring rows. Flat: a tensor without gaps is a matrix of one vector a
 /// row, and a thread's rows are a block's threads apart. So that element `column` of row(u) is at row(u) * stride + column in both.

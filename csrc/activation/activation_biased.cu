@@ -10,9 +10,14 @@ using namespace activation;
 
 constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column alone
 
-const Kernels kBiased[2][2] = {{FLEXOPS_KERNELS(biased, false, false), FLEXOPS_KERNELS(biased, false, true)},  // [erf][backward]
-                               {FLEXOPS_KERNELS(biased, true, false), FLEXOPS_KERNELS(biased, true, true)}};
-const Kernels kBiasedSums[2] = {FLEXOPS_KERNELS(biased_sums, false), FLEXOPS_KERNELS(biased_sums, true)};
+// [erf]
+const Kernels kBiased[2] = {FLEXOPS_KERNELS(biased, false), FLEXOPS_KERNELS(biased, true)};
+#define FLEXOPS_SUMS(erf)                                                                                                  \
+  {FLEXOPS_KERNEL(biased_sums<float, erf>), FLEXOPS_KERNEL(biased_sums<f16, erf>), FLEXOPS_KERNEL(biased_sums<bf16, erf>), \
+   FLEXOPS_KERNEL(biased_sums<AnyElement, erf>)}
+const Kernels kBiasedSums[2] = {FLEXOPS_SUMS(false), FLEXOPS_SUMS(true)};
+const Kernels kBiasedBackward = {FLEXOPS_KERNEL(biased_backward<float>), FLEXOPS_KERNEL(biased_backward<AnyHalf>),
+                                 FLEXOPS_KERNEL(biased_backward<AnyHalf>), FLEXOPS_KERNEL(biased_backward<AnyElement>)};
 
 int multiprocessors() {
   int device = 0, count = 0;
@@ -40,7 +45,7 @@ void launch_biased(const BiasedActivation& c, bool vectors, bool flat, void* str
   p.flat = flat;
   p.function = function_of(c.activation);
   p.type = static_cast<ElementType>(c.type), p.bias_type = static_cast<ElementType>(c.bias_type);
-  const void* kernel = kBiased[c.activation == Activation::gelu_erf][c.grad != nullptr][vectors ? static_cast<int>(c.type) : kAny];
+  const void* kernel = (c.grad ? kBiasedBackward : kBiased[p.function.erf])[vectors ? static_cast<int>(c.type) : kAny];
   const auto move = [size](Biased& part, int64_t by) {
     advance(part.x, by * part.x_stride * size), advance(part.grad, by * part.grad_stride * size),
         advance(part.out, by * part.columns * size);
@@ -94,7 +99,7 @@ void add_sums(Summed p, const BiasedActivation& c, void* stream) {
 
 void launch_sums(const BiasedActivation& c, void* stream) {
   Summed p = plan_sums(c);
-  const void* kernel = kBiasedSums[c.activation == Activation::gelu_erf][takes_vectors(c) ? static_cast<int>(c.type) : kAny];
+  const void* kernel = kBiasedSums[p.function.erf][takes_vectors(c) ? static_cast<int>(c.type) : kAny];
   launch(kernel, p, p.slices * p.chunks, static_cast<int>(divide_up(static_cast<int64_t>(p.chunk) * p.lanes, 64) * 64), stream);
   if (p.sums) add_sums(p, c, stream);
 }

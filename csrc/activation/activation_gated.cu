@@ -8,11 +8,9 @@ namespace {
 
 using namespace activation;
 
-// [erf][pairs]
-const Kernels kGated[2][2] = {{FLEXOPS_KERNELS(gated, false, false), FLEXOPS_KERNELS(gated, false, true)},
-                              {FLEXOPS_KERNELS(gated, true, false), FLEXOPS_KERNELS(gated, true, true)}};
-const Kernels kGatedBackward[2][2] = {{FLEXOPS_KERNELS(gated_backward, false, false), FLEXOPS_KERNELS(gated_backward, false, true)},
-                                      {FLEXOPS_KERNELS(gated_backward, true, false), FLEXOPS_KERNELS(gated_backward, true, true)}};
+// [pairs]
+const Kernels kGated[2] = {FLEXOPS_KERNELS(gated, false), FLEXOPS_KERNELS(gated, true)};
+const Kernels kGatedBackward[2] = {FLEXOPS_KERNELS(gated_backward, false), FLEXOPS_KERNELS(gated_backward, true)};
 
 /// All that vectors are read from and written to.
 bool all_aligned(const GatedActivation& c) {
@@ -47,7 +45,7 @@ void launch_gated(const GatedActivation& c, bool vectors, bool flat, void* strea
   p.flat = flat;
   p.function = function_of(c.activation);
   p.type = static_cast<ElementType>(c.type);
-  const auto& kernels = (c.grad ? kGatedBackward : kGated)[c.activation == Activation::gelu_erf][c.pairs];
+  const auto& kernels = (c.grad ? kGatedBackward : kGated)[c.pairs];
   const auto move = [size](Gated& part, int64_t by) {
     advance(part.gate, by * part.gate_stride * size), advance(part.up, by * part.up_stride * size);
     advance(part.gate_grad, by * part.out_stride * size), advance(part.up_grad, by * part.out_stride * size);

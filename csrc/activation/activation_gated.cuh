@@ -28,13 +28,13 @@ struct Inputs {
     gate = fetch<T, W, kLoad>(p.gate, place(row, p.gate_stride, column), p.type);
     up = fetch<T, W, kLoad>(p.up, place(row, p.up_stride, column), p.type);
   }
-  FLEXOPS_DEVICE void widen_to(float (&gates)[W], float (&ups)[W]) const {
-    widen(gates, gate);
-    widen(ups, up);
+  FLEXOPS_DEVICE void widen_to(float (&gates)[W], float (&ups)[W], ElementType type) const {
+    to_floats(gates, gate, type);
+    to_floats(ups, up, type);
   }
   static FLEXOPS_DEVICE void store(const Gated& p, u32 row, u32 column, const float (&gates)[W], const float (&ups)[W]) {
-    put<T, W, kStore>(p.gate_grad, place(row, p.out_stride, column), gates, p.type);
-    put<T, W, kStore>(p.up_grad, place(row, p.out_stride, column), ups, p.type);
+    put_floats<T>(p.gate_grad, place(row, p.out_stride, column), gates, p.type);
+    put_floats<T>(p.up_grad, place(row, p.out_stride, column), ups, p.type);
   }
 };
 /// ... or alternating.
@@ -46,9 +46,9 @@ struct Inputs<T, true> {
   FLEXOPS_DEVICE void load(const Gated& p, u32 row, u32 column) {
     both = fetch<T, N, kLoad>(p.gate, place(row, p.gate_stride, 2 * column), p.type);
   }
-  FLEXOPS_DEVICE void widen_to(float (&gates)[W], float (&ups)[W]) const {
+  FLEXOPS_DEVICE void widen_to(float (&gates)[W], float (&ups)[W], ElementType type) const {
     float value[N];
-    widen(value, both);
+    to_floats(value, both, type);
 #pragma unroll
     for (int i = 0; i < W; ++i) gates[i] = value[2 * i], ups[i] = value[2 * i + 1];
   }
@@ -56,11 +56,11 @@ struct Inputs<T, true> {
     float value[N];
 #pragma unroll
     for (int i = 0; i < W; ++i) value[2 * i] = gates[i], value[2 * i + 1] = ups[i];
-    put<T, N, kStore>(p.gate_grad, place(row, p.out_stride, 2 * column), value, p.type);
+    put_floats<T>(p.gate_grad, place(row, p.out_stride, 2 * column), value, p.type);
   }
 };
 
-template <typename T, bool kErf, bool kPairs>
+template <typename T, bool kPairs>
 __global__ void __launch_bounds__(kThreads) gated(const FLEXOPS_GRID_CONSTANT Gated p) {
   using In = Inputs<T, kPairs>;
   constexpr int W = In::W, kCount = kPairs ? 2 * kGatedRows : kGatedRows;
@@ -74,14 +74,15 @@ __global__ void __launch_bounds__(kThreads) gated(const FLEXOPS_GRID_CONSTANT Ga
   for (int u = 0; u < kCount; ++u) {
     if (u >= p.take || w.row(u) >= p.rows) return;
     float gates[W], ups[W];
-    in[u].widen_to(gates, ups);
+    in[u].widen_to(gates, ups, p.type);
+    activate_all<kIsAccurate<T>>(gates, p.function);
 #pragma unroll
-    for (int i = 0; i < W; ++i) gates[i] = activate<kErf, kIsAccurate<T>>(gates[i], p.function) * ups[i];
-    put<T, W, kStore>(p.out, place(w.row(u), p.columns, w.column), gates, p.type);
+    for (int i = 0; i < W; ++i) gates[i] *= ups[i];
+    put_floats<T>(p.out, place(w.row(u), p.columns, w.column), gates, p.type);
   }
 }
 
-template <typename T, bool kErf, bool kPairs>
+template <typename T, bool kPairs>
 __global__ void __launch_bounds__(kThreads) gated_backward(const FLEXOPS_GRID_CONSTANT Gated p) {
   using In = Inputs<T, kPairs>;
   constexpr int W = In::W, kCount = kPairs ? 2 * kGatedBackwardRows : kGatedBackwardRows;
@@ -98,16 +99,12 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const FLEXOPS_GRID_CO
 #pragma unroll
   for (int u = 0; u < kCount; ++u) {
     if (u >= p.take || w.row(u) >= p.rows) return;
-    float gates[W], ups[W], outer[W];
-    in[u].widen_to(gates, ups);
-    widen(outer, grad[u]);
+    float gates[W], ups[W], outer[W], values[W];
+    in[u].widen_to(gates, ups, p.type);
+    differentiate_all<kIsAccurate<T>>(gates, p.function, values);
+    to_floats(outer, grad[u], p.type);
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      float value;
-      const float slope = differentiate<kErf, kIsAccurate<T>>(gates[i], p.function, value);
-      gates[i] = outer[i] * ups[i] * slope;
-      ups[i] = outer[i] * value;
-    }
+    for (int i = 0; i < W; ++i) gates[i] *= outer[i] * ups[i], ups[i] = outer[i] * values[i];
     In::store(p, w.row(u), w.column, gates, ups);
   }
 }

@@ -19,8 +19,8 @@ void advance(T*& pointer, int64_t bytes) {
 }
 
 inline Function function_of(Activation which) {
-  if (which == Activation::silu) return {1.0f, 0.0f};
-  return {1.595769122f, 0.07135481627f};  // 2 sqrt(2 / pi), and 0.044715 of it
+  if (which == Activation::silu) return {1.0f, 0.0f, false};
+  return {1.595769122f, 0.07135481627f, which == Activation::gelu_erf};  // 2 sqrt(2 / pi), and 0.044715 of it
 }
 
 inline const char* last_error() {
@@ -54,8 +54,10 @@ constexpr const char* kTooLong = "rows of more than 2^30 elements must follow ea
 /// A kernel for each type, then AnyElement's. As pointers, because each <<<>>> costs build time.
 using Kernels = const void* [4];
 constexpr int kAny = 3;
-#define FLEXOPS_KERNELS(kernel, ...)                                                                                     \
-  {reinterpret_cast<const void*>(&kernel<float, __VA_ARGS__>), reinterpret_cast<const void*>(&kernel<f16, __VA_ARGS__>), \
-   reinterpret_cast<const void*>(&kernel<bf16, __VA_ARGS__>), reinterpret_cast<const void*>(&kernel<AnyElement, __VA_ARGS__>)}
+/// After the kernel's name comes a template argument that it has beyond the type.
+#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&__VA_ARGS__)
+#define FLEXOPS_KERNELS(kernel, which)                                                                                   \
+  {FLEXOPS_KERNEL(kernel<float, which>), FLEXOPS_KERNEL(kernel<AnyHalf, which>), FLEXOPS_KERNEL(kernel<AnyHalf, which>), \
+   FLEXOPS_KERNEL(kernel<AnyElement, which>)}
 
 }  // namespace flexops::activation

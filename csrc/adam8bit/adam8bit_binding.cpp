@@ -12,7 +12,8 @@ namespace {
 constexpr const char* kOp = "flexops::adam8bit_";
 
 /// Adds a list of scales as array k of every row.
-void add_scales(TensorTable& table, const char* name, const TensorList& scales, int k) {
+void add_scales(TensorTable& table, const char* name, TensorList& scales, int k) {
+  table.hold(scales);
   check_length(kOp, name, scales, "params", table.rows().size());
   for (size_t i = 0; i < scales.size(); ++i) {
     TensorRow& row = table.rows()[i];

@@ -7,9 +7,9 @@
 //   #include "common/binding.h"
 //   #include "scale/scale.h"
 //   namespace flexops {
-//   static Tensor scale(Tensor x, double factor, std::optional<Tensor> bias) {   // by value; int64_t, double, bool, Tensor, TensorList,
+//   static Tensor scale(Tensor x, double factor, std::optional<Tensor> bias) {   // by value; int64_t, double, bool, Tensor, TensorList
 //     FLEXOPS_CHECK(x.dtype() == Dtype::f32, "flexops::scale: x must be float32, got ", dtype_name(x.dtype()));
-//     x = contiguous(x);                                                        // std::string and std::optional of those
+//     x = contiguous(x);                                                        // and std::optional of those
 //     Tensor out = empty_like_contiguous(x, x.dtype());
 //   #if FLEXOPS_DEVICE_CUDA
 //     DeviceGuard guard(x);
@@ -23,17 +23,15 @@
 //   FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
 //   }  // namespace flexops
 //
-// Every error is a std::runtime_error (RuntimeError in Python), whose text starts with the op and names the argument. A Tensor is a counted
+// Every error is an Error (RuntimeError in Python), whose text starts with the op and names the argument. A Tensor is a counted
 // reference: copying one is cheap, moving one is free. Nothing here needs libtorch_cuda to link: a torch without CUDA can build CUDA
 // libraries.
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
 #include <optional>
-#include <stdexcept>
-#include <string>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -75,31 +73,67 @@ inline Dtype dtype_of_code(int64_t code) {
   return static_cast<Dtype>(index);
 }
 
-namespace detail {
-/// A piece of an error message: text or a whole number.
+/// A piece of a text: other text, or a whole number.
 struct Part {
-  std::string_view text;
+  const char* text = nullptr;
   int64_t number = 0;
-  bool is_number = false;
   Part(const char* value) : text(value) {}
-  Part(std::string_view value) : text(value) {}
-  Part(const std::string& value) : text(value) {}
   template <typename T, typename = std::enable_if_t<std::is_integral_v<T>>>
-  Part(T value) : number(static_cast<int64_t>(value)), is_number(true) {}
+  Part(T value) : number(static_cast<int64_t>(value)) {}
+  template <typename T, typename = decltype(std::declval<const T&>().c_str()), typename = void>
+  Part(const T& value) : text(value.c_str()) {}
 };
 
+/// What an error says, and what goes into it: of limited length, cut off there. Not a std::string: <string> and <stdexcept>, and what is
+/// made of them for each binding, take it a third of its time to compile.
+class Text {
+ public:
+  Text(std::initializer_list<Part> parts) {
+    for (const Part& part : parts) *this += part;
+  }
+  [[gnu::noinline, gnu::cold]] Text& operator+=(const Part& part) {
+    char digits[24];
+    const char* from = part.text;
+    if (from == nullptr) {
+      char* digit = digits + sizeof digits;
+      *--digit = '\0';
+      const bool negative = part.number < 0;
+      uint64_t rest = negative ? -static_cast<uint64_t>(part.number) : static_cast<uint64_t>(part.number);
+      do *--digit = static_cast<char>('0' + rest % 10);
+      while (rest /= 10);
+      if (negative) *--digit = '-';
+      from = digit;
+    }
+    while (*from != '\0' && length_ + 1 < sizeof text_) text_[length_++] = *from++;
+    text_[length_] = '\0';
+    return *this;
+  }
+  const char* c_str() const { return text_; }
+
+ private:
+  char text_[1024] = {};
+  size_t length_ = 0;
+};
+
+/// In Python a RuntimeError.
+class Error : public std::exception {
+ public:
+  explicit Error(std::initializer_list<Part> parts) : text_(parts) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  Text text_;
+};
+
+namespace detail {
 // One function for all messages: a template per message would double the time that a binding takes to compile.
-[[noreturn, gnu::noinline, gnu::cold]] inline void fail(std::initializer_list<Part> parts) {
-  std::string message;
-  for (const Part& part : parts) message += part.is_number ? std::to_string(part.number) : std::string(part.text);
-  throw std::runtime_error(message);
-}
+[[noreturn, gnu::noinline, gnu::cold]] inline void fail(std::initializer_list<Part> parts) { throw Error(parts); }
 }  // namespace detail
 
 }  // namespace flexops
 
 /// FLEXOPS_CHECK(condition, "flexops::op: argument must be ..., got ", value): throws if the condition does not hold. The parts of the
-/// message are text (const char*, std::string, std::string_view) and whole numbers.
+/// message are text (const char* or a Text) and whole numbers.
 #define FLEXOPS_CHECK(condition, ...)                                              \
   do {                                                                             \
     if (__builtin_expect(!(condition), 0)) ::flexops::detail::fail({__VA_ARGS__}); \
@@ -165,11 +199,11 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
 inline Tensor empty_like_contiguous(const Tensor& like, Dtype dtype) { return empty(like.sizes(), like.dim(), dtype, like); }
 
 /// "[2, 3]", for error messages.
-[[gnu::noinline, gnu::cold]] inline std::string shape_text(const Tensor& tensor) {
-  std::string out = "[";
+[[gnu::noinline, gnu::cold]] inline Text shape_text(const Tensor& tensor) {
+  Text out{"["};
   const int64_t* sizes = tensor.sizes();
-  for (int64_t d = 0, dim = tensor.dim(); d < dim; ++d) out += (d ? ", " : "") + std::to_string(sizes[d]);
-  return out + "]";
+  for (int64_t d = 0, dim = tensor.dim(); d < dim; ++d) (out += d ? ", " : "") += sizes[d];
+  return out += "]";
 }
 
 /// Whether the tensor is on the device type that this binding is compiled for.

@@ -6,14 +6,22 @@
 
 #include <cstring>
 
+#include <torch/headeronly/version.h>  // TORCH_ABI_VERSION
+
 #include "common/torch_abi.h"
 
 namespace flexops {
 
+namespace detail {
+[[noreturn, gnu::noinline, gnu::cold]] inline void torch_failed(const char* call) {
+  fail({"flexops: torch failed in ", call, " (see the log above)"});
+}
+}  // namespace detail
+
 // torch's C functions tell only that they failed, and print why.
-#define FLEXOPS_TORCH(call)                                                                                                      \
-  do {                                                                                                                           \
-    if (__builtin_expect((call) != 0, 0)) ::flexops::detail::fail({"flexops: torch failed in ", #call, " (see the log above)"}); \
+#define FLEXOPS_TORCH(call)                                                       \
+  do {                                                                            \
+    if (__builtin_expect((call) != 0, 0)) ::flexops::detail::torch_failed(#call); \
   } while (0)
 
 namespace detail {
@@ -186,19 +194,6 @@ struct Take {  // int64_t, double, bool and handles: the value is in the word's 
 template <>
 struct Take<Tensor> {
   static Tensor from(StableIValue word) { return Tensor(Take<AtenTensorHandle>::from(word)); }
-};
-template <>
-struct Take<std::string> {
-  static std::string from(StableIValue word) {
-    auto handle = Take<StringHandle>::from(word);
-    size_t length = 0;
-    const char* text = nullptr;
-    FLEXOPS_TORCH(torch_string_length(handle, &length));
-    FLEXOPS_TORCH(torch_string_c_str(handle, &text));
-    std::string out(text, length);
-    FLEXOPS_TORCH(torch_delete_string(handle));
-    return out;
-  }
 };
 template <>
 struct Take<std::vector<Tensor>> {

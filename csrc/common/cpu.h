@@ -9,7 +9,8 @@
 //
 // One-definition rule: an inline function that is compiled under different -m flags must live in the level's namespace (or be static), or
 // the linker may keep the AVX-512 one for everybody. So *_cpu.cpp files include no C++ standard header with templates or inline functions
-// that they use (cpu_math.h has what kernels need, per level); C headers such as <stdint.h>, <math.h> and <string.h> are fine.
+// that they use (cpu_math.h has what kernels need, per level); C headers such as <stdint.h> and <string.h> are fine. <math.h> takes longer
+// to compile than most kernels: __builtin_expf and the like do without it.
 #pragma once
 
 #include <stdint.h>

@@ -4,18 +4,50 @@
 #include "common/binding.h"
 #include "common/multi_tensor.h"
 
+#if !defined(FLEXOPS_STABLE_ABI)
+#define FLEXOPS_STABLE_ABI 0
+#endif
+
+// Of the Python that runs this process, if one does; in its stable ABI since 3.2.
+extern "C" {
+int Py_IsInitialized() __attribute__((weak, visibility("default")));
+int PyGILState_Ensure() __attribute__((weak, visibility("default")));
+void PyGILState_Release(int state) __attribute__((weak, visibility("default")));
+}
+
 namespace flexops {
+
+/// Lets go of the tensors of lists when it is destroyed. In a torch with the stable ABI, whoever drops the last reference to a tensor but
+/// Python's own needs the GIL, which torch gives up for the time of a call: taken and given back for each of a thousand parameters and
+/// states, that was a third of what their step cost the host. Here it is taken once.
+class LetGo {
+ public:
+  LetGo() = default;
+  LetGo(LetGo&&) = default;
+  ~LetGo() {
+    if (lists_.size() < 2) return;  // gradients alone, which their parameters hold, too
+    const bool python = FLEXOPS_STABLE_ABI && PyGILState_Ensure && PyGILState_Release && Py_IsInitialized && Py_IsInitialized();
+    const int state = python ? PyGILState_Ensure() : 0;
+    for (TensorList* list : lists_) list->clear();
+    if (python) PyGILState_Release(state);
+  }
+
+  void add(TensorList& list) { lists_.push_back(&list); }
+
+ private:
+  std::vector<TensorList*> lists_;
+};
 
 /// One of an op's lists, as array k of every row.
 struct TensorColumn {
   const char* name;
-  const TensorList& tensors;
+  TensorList& tensors;
   bool any_width;       // fp32, bf16 or fp16; else of `dtype`
   bool written = true;  // a copy that stands in for a tensor is written back
   Dtype dtype = Dtype::f32;
 };
 
-inline std::string name_of(const char* list, size_t index) { return std::string(list) + "[" + std::to_string(index) + "]"; }
+inline Text name_of(const char* list, size_t index) { return {list, "[", index, "]"}; }
 
 inline void check_length(const char* op, const char* list, const TensorList& tensors, const char* first, size_t expected) {
   FLEXOPS_CHECK(tensors.size() == expected, op, ": ", list, " must hold ", expected, " tensors, as ", first, " does, got ", tensors.size());
@@ -38,20 +70,21 @@ inline const float* check_number(const char* op, const char* name, const std::op
 /// column's) do, or not row-major if that is asked for, are replaced by contiguous copies, which finish() writes back.
 class TensorTable {
  public:
-  TensorTable(const char* op, std::initializer_list<TensorColumn> columns, const TensorList* steps, bool row_major = false)
+  TensorTable(const char* op, std::initializer_list<TensorColumn> columns, TensorList* steps, bool row_major = false)
       : op_(op), first_(columns.begin()->name), device_(columns.begin()->tensors[0].device_index()), row_major_(row_major) {
     const size_t count = columns.begin()->tensors.size();
+    for (const TensorColumn& column : columns) let_go_.add(column.tensors);
+    if (steps) let_go_.add(*steps);
     for (const TensorColumn& column : columns) check_length(op, column.name, column.tensors, first_, count);
-    if (steps) check_length(op, "state_steps", *steps, first_, count);
     rows_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
-      add(columns, i);
-      if (steps) add_step((*steps)[i], i);
-    }
+    for (size_t i = 0; i < count; ++i) add(columns, i);
+    if (steps) add_steps(*steps);
   }
 
   std::vector<TensorRow>& rows() { return rows_; }
   const TensorRow* data() const { return rows_.data(); }
+  /// One more list of the op's, which the table then lets go, too.
+  void hold(TensorList& list) { let_go_.add(list); }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   int32_t device() const { return device_; }
 
@@ -114,11 +147,18 @@ class TensorTable {
     return tensor.dim() == dim && memcmp(tensor.sizes(), sizes, static_cast<size_t>(dim) * sizeof *sizes) == 0;
   }
 
-  void add_step(const Tensor& step, size_t i) {
-    check_place("state_steps", i, step);
-    FLEXOPS_CHECK(step.dtype() == Dtype::f32 && step.numel() == 1, op_, ": ", name_of("state_steps", i),
-                  " must be a float32 tensor of one element, got ", dtype_name(step.dtype()), " ", shape_text(step));
-    rows_[i].step = step.data<float>();
+  /// A tensor of one element for each row, or one tensor for all rows.
+  void add_steps(const TensorList& steps) {
+    const bool joined = steps.size() == 1 && steps[0].dim() == 1 && steps[0].numel() == size() && steps[0].is_contiguous();
+    if (!joined) check_length(op_, "state_steps", steps, first_, rows_.size());
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const Tensor& step = steps[i];
+      check_place("state_steps", i, step);
+      FLEXOPS_CHECK(step.dtype() == Dtype::f32 && (joined || step.numel() == 1), op_, ": ", name_of("state_steps", i),
+                    " must be a float32 tensor of one element, got ", dtype_name(step.dtype()), " ", shape_text(step));
+      rows_[i].step = step.data<float>();
+    }
+    for (size_t i = 1; joined && i < rows_.size(); ++i) rows_[i].step = rows_[0].step + i;
   }
 
   Real type_of(const TensorColumn& column, size_t i, const Tensor& tensor) const {
@@ -144,6 +184,7 @@ class TensorTable {
     return data;
   }
 
+  LetGo let_go_;
   const char* op_;
   const char* first_;
   int32_t device_;

@@ -1,6 +1,8 @@
 // Cross entropy's launchers: how many threads and blocks share a row.
 
+#include "cross_entropy/cross_entropy.cuh"
 #include "cross_entropy/cross_entropy_launch.h"
+#include "cross_entropy/cross_entropy_ring.cuh"
 
 namespace flexops {
 
@@ -21,15 +23,23 @@ int64_t vectors_of(const void* data, const Logits& shape) {
   return divide_up(shape.length + head, elements);
 }
 
-/// As pointers, because each <<<>>> costs build time.
-template <bool gradient>
-const void* const kRows[] = {reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF32, gradient>),
-                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kF16, gradient>),
-                             reinterpret_cast<const void*>(&cross_entropy::cross_entropy_rows<cross_entropy::kBf16, gradient>)};
+/// A kernel for each type. As pointers, because each <<<>>> costs build time.
+#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&cross_entropy::__VA_ARGS__)
+const void* const kRows[] = {FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF32>),
+                             FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF16>),
+                             FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kBf16>)};
+/// Without gradients: 16-bit logits need fewer registers then.
+const void* const kForwardRows[] = {FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF32>),
+                                    FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF16, false>),
+                                    FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kBf16, false>)};
+const void* const kScaleRows[] = {FLEXOPS_KERNEL(scale_rows<cross_entropy::kF32>), FLEXOPS_KERNEL(scale_rows<cross_entropy::kF16>),
+                                  FLEXOPS_KERNEL(scale_rows<cross_entropy::kBf16>)};
 
-const void* rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows<true> : kRows<false>)[static_cast<int>(type)]; }
+const void* rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
 
-int64_t vectors_held(const Params& p) { return p.out ? cross_entropy::kVectors : cross_entropy::kForwardVectors; }
+int64_t vectors_held(const Params& p, LogitsType type) {
+  return p.out || type == LogitsType::f32 ? cross_entropy::kVectors : cross_entropy::kForwardVectors;
+}
 
 Params make_params(const void* logits, const int64_t* target, const Logits& shape) {
   Params p;
@@ -51,7 +61,7 @@ void launch(const void* kernel, Params& p, int64_t blocks, int64_t threads, cuda
 
 /// Rows that a warp or less holds.
 bool launch_short(Params& p, LogitsType type, int64_t vectors, cudaStream_t stream) {
-  const int64_t held = vectors_held(p);
+  const int64_t held = vectors_held(p, type);
   if (vectors > cross_entropy::kNarrowWarp * held) return false;
   while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
   p.part = static_cast<int>(vectors);
@@ -63,7 +73,7 @@ bool launch_short(Params& p, LogitsType type, int64_t vectors, cudaStream_t stre
 void launch_rows(Params& p, LogitsType type, cudaStream_t stream, int64_t vectors) {
   if (launch_short(p, type, vectors, stream)) return;
   if (p.out && type == LogitsType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
-  const int64_t held = vectors_held(p);
+  const int64_t held = vectors_held(p, type);
   const int64_t most = !p.out                                             ? cross_entropy::kForwardThreads
                        : vectors <= 2 * cross_entropy::kRowThreads * held ? cross_entropy::kRowThreads
                                                                           : 2 * cross_entropy::kRowThreads;
@@ -79,10 +89,10 @@ void launch_finish(const Logits& shape, const int64_t* target, const LossStats& 
   i64 rows = shape.rows, ignore_index = shape.ignore_index;
   const float* losses = stats.losses;
   float* divisor = stats.divisor;
-  const void* kernel = reduction == Reduction::mean ? reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<true>)
-                                                    : reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish<false>);
-  void* arguments[] = {&targets, &losses, &divisor, &loss, &rows, &ignore_index};
-  cudaLaunchKernel(kernel, dim3(1), dim3(cross_entropy::kMostThreads), arguments, 0, stream);
+  int mean = reduction == Reduction::mean;
+  void* arguments[] = {&targets, &losses, &divisor, &loss, &rows, &ignore_index, &mean};
+  cudaLaunchKernel(reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish), dim3(1), dim3(cross_entropy::kMostThreads),
+                   arguments, 0, stream);
 }
 
 const char* last_error() {
@@ -139,13 +149,10 @@ const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t
   constexpr int64_t kBlocks = 2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
   const int64_t work = divide_up((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
   const dim3 grid(static_cast<unsigned>(least(work, kBlocks)), static_cast<unsigned>(each_row ? least(rows, divide_up(kBlocks, work)) : 1));
-  const void* const kernels[] = {reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kF32>),
-                                 reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kF16>),
-                                 reinterpret_cast<const void*>(&cross_entropy::scale_rows<cross_entropy::kBf16>)};
   i64 count = rows, size = length;
   int each = each_row;
   void* arguments[] = {&values, &factors, &count, &size, &each};
-  cudaLaunchKernel(kernels[static_cast<int>(type)], grid, dim3(cross_entropy::kScaleThreads), arguments, 0,
+  cudaLaunchKernel(kScaleRows[static_cast<int>(type)], grid, dim3(cross_entropy::kScaleThreads), arguments, 0,
                    static_cast<cudaStream_t>(stream));
   return last_error();
 }

@@ -8,7 +8,6 @@
 // nothing there.)
 #pragma once
 
-#include "cross_entropy/cross_entropy_ring.cuh"
 #include "cross_entropy/cross_entropy_row.cuh"
 
 namespace flexops::cross_entropy {
@@ -20,7 +19,7 @@ constexpr int kGradientThreads = 128;  // of one that writes nothing else
 constexpr int kShortThreads = 128;     // of one in which a warp or less holds a row
 constexpr int kScaleThreads = 256;
 constexpr int kVectors = 8;         // that a thread holds
-constexpr int kForwardVectors = 4;  // and where it writes no gradient
+constexpr int kForwardVectors = 4;  // and where 16-bit ones get no gradient
 constexpr int kResident = 1024;     // threads that run on a processor at once: each takes half of the registers that it has for it
 
 /// Asks for the row that will be taken where this one is done with, a block of threads to each, so that memory need not wait while this
@@ -41,10 +40,12 @@ FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
 #endif
 }
 
-/// Losses, maxima and sums; or, if `gradient`, these and gradients, or gradients from maxima and sums, as Params tells.
+/// Losses, maxima and sums; if `gradient`, these and gradients, or gradients from maxima and sums, as Params tells.
 template <Type type, bool gradient = true>
 __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kVector<type>, V = gradient ? kVectors : kForwardVectors;
+  constexpr int kParts = type == kF32 ? 2 : 1;  // accurate powers are much code: all of it at once is too much for the instruction cache
+  constexpr bool kMayForward = type == kF32;    // it has no kernel of its own for that
   using T = Element<type>;
   __shared__ float4 shared[kWarps];
   __shared__ float counts[kWarps];
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   const int first = begin + lane * N;
   if (!used && p.lanes > kNarrowWarp) {  // the same for all that share the row
     if (p.losses && lane == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-    if constexpr (gradient) clear_part<type>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
+    if (gradient && (!kMayForward || p.out)) clear_part<type>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
     return;
   }
   const int target = valid ? static_cast<int>(wanted) : -N;
@@ -89,13 +90,13 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
       raw[k] = clip<type>(from < last ? load_vector<type, Cache::normal>(x, at) : load_vector<type, kRead>(x, at), at, p.length);
     }
     if (gradient && p.losses == nullptr) break;
-    add_vectors<type, V>(s, p, raw, first + from, step, end);
+    add_vectors<type, V, kParts>(s, p, raw, first + from, step, end);
   }
 
   float maximum, sum, divisor = p.divisor ? *p.divisor : 1.0f;
   if (!gradient || p.losses) {
     const float at_target = valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
-    if (gradient && last == 0 && p.lanes > kNarrowWarp) prefetch_next<type>(p, row);
+    if (gradient && (!kMayForward || p.out) && last == 0 && p.lanes > kNarrowWarp) prefetch_next<type>(p, row);
     if (p.count) divisor = count_targets(p, counts);
     s = reduce_row(p, s, shared);
     maximum = settle(s.maximum), sum = s.sum;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   } else {
     maximum = p.maxima[row], sum = p.sums[row];
   }
-  if (!gradient || !exists) return;
+  if (!gradient || (kMayForward && !p.out) || !exists) return;
   T* out = static_cast<T*>(p.out) + row * p.out_stride;  // not before: registers are short
   if (!used) return clear_part<type>(p, out, first, step, end);
   const float weight = (p.upstream ? p.upstream[p.each_row ? row : 0] : 1.0f) / divisor;
@@ -119,96 +120,24 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
         if (at < end) raw[k] = load_vector<type, kRead>(x, at);
       }
     }
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-      const int at = first + from + k * step;
-      if (at >= end) break;
-      write_vector<type>(p, out, raw[k], at, g, target);
+      for (int k = 0; k < V / kParts; ++k) {
+        const int at = first + from + (part * (V / kParts) + k) * step;
+        if (at >= end) break;
+        write_vector<type>(p, out, raw[k], at, g, target);
+        if constexpr (kParts == 2) raw[k] = raw[k + V / 2];
+      }
     }
   }
-}
-
-/// Losses, maxima, sums and gradients, for sm_90: as many clusters as the GPU holds at once, each of which goes over every so-manyth row. A
-/// warp of each block does nothing but to copy its part of these rows, chunk by chunk, into a ring in shared memory. The other warps read a
-/// chunk twice: for the row's maximum and sum, which they tell the other blocks, and for the gradient; in between they find maximum and sum
-/// of the next row. So neither memory nor they wait while word goes round. Two parts of rows fit the ring.
-template <Type type>
-__global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring(const FLEXOPS_GRID_CONSTANT Params p) {
-#if FLEXOPS_HAS_CLUSTERS
-  // A block tells of row i + 2 once it has all that was told of row i, which the others did after they had finished row i - 2. So row i + 2
-  // may take row i - 2's place, but no later one's.
-  constexpr u32 kSides = 4;
-  extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(16) float4 states[kSides][kMostBlocks * kRingWarps];
-  __shared__ __align__(8) u64 barriers[2 * kRingChunks + kSides];
-  __shared__ float counts[kWarps];
-  const int thread = static_cast<int>(threadIdx.x), rank = static_cast<int>(blockIdx.x % static_cast<u32>(p.blocks));
-  const i64 step = gridDim.x / static_cast<u32>(p.blocks), first = blockIdx.x / static_cast<u32>(p.blocks);
-  const u32 address = shared_address(barriers);
-  const Ring ring = {reinterpret_cast<const Packed*>(memory), address, address + 8 * kRingChunks, address + 16 * kRingChunks};
-  if (thread == 0) {
-    for (int i = 0; i < kRingChunks; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, kRingWarps);
-    for (u32 i = 0; i < kSides; ++i) barrier_init(ring.told + 8 * i, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  float divisor = p.divisor ? *p.divisor : 1.0f;
-  if (p.count) divisor = count_targets(p, counts);
-  cluster_arrive();
-  cluster_wait();
-  if (thread >= kRingThreads) {
-    if (thread == kRingThreads) fill_ring<type>(p, ring, rank, first, step);
-    return;
-  }
-
-  const int lane = thread % kNarrowWarp, warp = thread / kNarrowWarp, count = p.blocks * kRingWarps;
-  Slot read = {0, 0}, written = {0, 0};
-  u32 turn = 0;                       // rows that were told of
-  Part before = {0, 0, 0, 0, false};  // the last of them, whose gradient is not written yet
-  const auto finish = [&](u32 its_turn) {
-    const float4* told = states[its_turn % kSides];
-    barrier_wait(ring.told + 8 * (its_turn % kSides), its_turn / kSides & 1);
-    const State s = merge(told, count, p.smoothing != 0.0f);
-    const float maximum = settle(s.maximum);
-    if (thread == 0 && rank == 0) {
-      p.losses[before.row] = before.valid ? loss_of(p, maximum, s.sum, told[0].w, s.total) : not_a_number();
-      p.maxima[before.row] = maximum, p.sums[before.row] = s.sum;
-    }
-    const float weight = (p.upstream ? p.upstream[p.each_row ? before.row : 0] : 1.0f) / divisor;
-    write_part<type>(p, ring, before, written, make_gradient<type>(p, maximum, s.sum, before.valid ? weight : not_a_number()));
-  };
-  for (i64 row = first; row < p.rows; row += step) {
-    const i64 wanted = p.target[row];
-    const Part part = Part::of<type>(p, row, wanted, rank);
-    if (wanted == p.ignore_index) {
-      if (thread == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-      clear_part<type>(p, static_cast<Element<type>*>(p.out) + row * p.out_stride, part.begin + thread * kVector<type>,
-                       kRingThreads * kVector<type>, part.end);
-      continue;
-    }
-    float chosen = 0.0f;
-    if (warp == 0 && rank == 0 && part.valid) {
-      chosen = to_float(static_cast<const Element<type>*>(p.logits)[row * p.stride + part.target]);
-    }
-    const State s = reduce_lanes(add_part<type>(p, ring, part, read), kNarrowWarp, p.smoothing != 0.0f);
-    const u32 side = turn % kSides, bell = ring.told + 8 * side;
-    if (thread == 0) barrier_expect(bell, static_cast<u32>(count) * 16);
-    if (lane < p.blocks) send(shared_address(&states[side][rank * kRingWarps + warp]), bell, lane, {s.maximum, s.sum, s.total, chosen});
-    if (turn > 0) finish(turn - 1);
-    before = part;
-    ++turn;
-  }
-  if (turn > 0) finish(turn - 1);
-#else
-  (void)p;
-#endif
 }
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
 /// One block. What the sum of losses is divided by goes to `divisor`, and their sum or mean to `loss`, if that is not null.
-template <bool kMean>
 __global__ void __launch_bounds__(kMostThreads)
-    cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss, i64 rows, i64 ignore_index) {
+    cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss, i64 rows, i64 ignore_index, int mean) {
   __shared__ float sums[kWarps];
   __shared__ i64 counts[kWarps];
   float sum = 0.0f;
@@ -216,12 +145,12 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll 4
   for (i64 i = threadIdx.x; i < rows; i += kMostThreads) {
     if (loss) sum += losses[i];
-    if (kMean) count += target[i] != ignore_index ? 1 : 0;
+    if (mean) count += target[i] != ignore_index ? 1 : 0;
   }
   sum = group_reduce(sum, Sum{}, 0.0f, kMostThreads, sums);
-  if (kMean) count = group_reduce(count, Sum{}, i64{0}, kMostThreads, counts);
+  count = group_reduce(count, Sum{}, i64{0}, kMostThreads, counts);
   if (threadIdx.x != 0) return;
-  *divisor = kMean ? static_cast<float>(count) : 1.0f;
+  *divisor = mean ? static_cast<float>(count) : 1.0f;
   if (loss) *loss = sum / *divisor;
 }
 

@@ -2,8 +2,6 @@
 
 #include "cross_entropy/cross_entropy.h"
 
-#include <math.h>
-
 #include "common/cpu_rows.h"
 
 namespace flexops::FLEXOPS_ISA {
@@ -16,7 +14,7 @@ static RowType row_type(const Logits& shape) { return static_cast<RowType>(shape
 struct RowStats {
   float maximum, sum;
 
-  float log_sum_exp() const { return maximum + logf(sum); }
+  float log_sum_exp() const { return maximum + __builtin_logf(sum); }
 };
 
 /// A row's gradient is slope * exp(logit - maximum) - shift, and less `drop` at the target.
@@ -48,7 +46,7 @@ static RowStats find_stats(const void* logits, int64_t offset, const Logits& sha
     const float* x = widen_row(logits, offset + at, count, row_type(shape), buffer);
     const float highest = greatest(x, count, maximum);
     if (highest > maximum) {
-      sum *= static_cast<double>(expf(maximum - highest));
+      sum *= static_cast<double>(__builtin_expf(maximum - highest));
       maximum = base = highest;
     }
     sum += static_cast<double>(sum_powers<false>(x, nullptr, count, base));
@@ -100,7 +98,7 @@ void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape,
     if (valid) chosen = *widen_row(logits, offset + wanted, 1, row_type(shape), &buffer);
     const RowStats found = find_stats(logits, offset, shape, total);
     const float lse = found.log_sum_exp();
-    float loss = logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) + shape.z_loss * lse * lse;
+    float loss = __builtin_logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) + shape.z_loss * lse * lse;
     if (shape.smoothing != 0.0f) loss += shape.smoothing * (found.maximum - static_cast<float>(total / static_cast<double>(shape.length)));
     stats.losses[row] = valid ? loss : kNan;
     stats.maxima[row] = found.maximum, stats.sums[row] = found.sum;

@@ -1,7 +1,7 @@
 // What cross entropy's launchers share. Included by cross_entropy*.cu.
 #pragma once
 
-#include "cross_entropy/cross_entropy.cuh"
+#include "cross_entropy/cross_entropy_row.cuh"
 
 #include "cross_entropy/cross_entropy.h"
 

@@ -1,6 +1,7 @@
 // The launcher of cross entropy's way for sm_90: rows streamed through clusters' shared memory.
 
 #include "cross_entropy/cross_entropy_launch.h"
+#include "cross_entropy/cross_entropy_ring.cuh"
 
 #if !FLEXOPS_HIP && CUDART_VERSION >= 11080
 #define FLEXOPS_LAUNCHES_CLUSTERS 1

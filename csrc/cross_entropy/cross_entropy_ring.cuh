@@ -1,4 +1,4 @@
-// The parts of cross entropy's way for sm_90: rows streamed through the shared memory of clusters of blocks.
+// Cross entropy's way for sm_90: rows streamed through the shared memory of clusters of blocks.
 #pragma once
 
 #include "cross_entropy/cross_entropy_row.cuh"
@@ -169,5 +169,80 @@ FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& pa
 #else
 #define FLEXOPS_HAS_CLUSTERS 0
 #endif
+
+/// Losses, maxima, sums and gradients, for sm_90: as many clusters as the GPU holds at once, each of which goes over every so-manyth row. A
+/// warp of each block does nothing but to copy its part of these rows, chunk by chunk, into a ring in shared memory. The other warps read a
+/// chunk twice: for the row's maximum and sum, which they tell the other blocks, and for the gradient; in between they find maximum and sum
+/// of the next row. So neither memory nor they wait while word goes round. Two parts of rows fit the ring.
+template <Type type>
+__global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring(const FLEXOPS_GRID_CONSTANT Params p) {
+#if FLEXOPS_HAS_CLUSTERS
+  // A block tells of row i + 2 once it has all that was told of row i, which the others did after they had finished row i - 2. So row i + 2
+  // may take row i - 2's place, but no later one's.
+  constexpr u32 kSides = 4;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(16) float4 states[kSides][kMostBlocks * kRingWarps];
+  __shared__ __align__(8) u64 barriers[2 * kRingChunks + kSides];
+  __shared__ float counts[kWarps];
+  const int thread = static_cast<int>(threadIdx.x), rank = static_cast<int>(blockIdx.x % static_cast<u32>(p.blocks));
+  const i64 step = gridDim.x / static_cast<u32>(p.blocks), first = blockIdx.x / static_cast<u32>(p.blocks);
+  const u32 address = shared_address(barriers);
+  const Ring ring = {reinterpret_cast<const Packed*>(memory), address, address + 8 * kRingChunks, address + 16 * kRingChunks};
+  if (thread == 0) {
+    for (int i = 0; i < kRingChunks; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, kRingWarps);
+    for (u32 i = 0; i < kSides; ++i) barrier_init(ring.told + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  float divisor = p.divisor ? *p.divisor : 1.0f;
+  if (p.count) divisor = count_targets(p, counts);
+  cluster_arrive();
+  cluster_wait();
+  if (thread >= kRingThreads) {
+    if (thread == kRingThreads) fill_ring<type>(p, ring, rank, first, step);
+    return;
+  }
+
+  const int lane = thread % kNarrowWarp, warp = thread / kNarrowWarp, count = p.blocks * kRingWarps;
+  Slot read = {0, 0}, written = {0, 0};
+  u32 turn = 0;                       // rows that were told of
+  Part before = {0, 0, 0, 0, false};  // the last of them, whose gradient is not written yet
+  const auto finish = [&](u32 its_turn) {
+    const float4* told = states[its_turn % kSides];
+    barrier_wait(ring.told + 8 * (its_turn % kSides), its_turn / kSides & 1);
+    const State s = merge(told, count, p.smoothing != 0.0f);
+    const float maximum = settle(s.maximum);
+    if (thread == 0 && rank == 0) {
+      p.losses[before.row] = before.valid ? loss_of(p, maximum, s.sum, told[0].w, s.total) : not_a_number();
+      p.maxima[before.row] = maximum, p.sums[before.row] = s.sum;
+    }
+    const float weight = (p.upstream ? p.upstream[p.each_row ? before.row : 0] : 1.0f) / divisor;
+    write_part<type>(p, ring, before, written, make_gradient<type>(p, maximum, s.sum, before.valid ? weight : not_a_number()));
+  };
+  for (i64 row = first; row < p.rows; row += step) {
+    const i64 wanted = p.target[row];
+    const Part part = Part::of<type>(p, row, wanted, rank);
+    if (wanted == p.ignore_index) {
+      if (thread == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
+      clear_part<type>(p, static_cast<Element<type>*>(p.out) + row * p.out_stride, part.begin + thread * kVector<type>,
+                       kRingThreads * kVector<type>, part.end);
+      continue;
+    }
+    float chosen = 0.0f;
+    if (warp == 0 && rank == 0 && part.valid) {
+      chosen = to_float(static_cast<const Element<type>*>(p.logits)[row * p.stride + part.target]);
+    }
+    const State s = reduce_lanes(add_part<type>(p, ring, part, read), kNarrowWarp, p.smoothing != 0.0f);
+    const u32 side = turn % kSides, bell = ring.told + 8 * side;
+    if (thread == 0) barrier_expect(bell, static_cast<u32>(count) * 16);
+    if (lane < p.blocks) send(shared_address(&states[side][rank * kRingWarps + warp]), bell, lane, {s.maximum, s.sum, s.total, chosen});
+    if (turn > 0) finish(turn - 1);
+    before = part;
+    ++turn;
+  }
+  if (turn > 0) finish(turn - 1);
+#else
+  (void)p;
+#endif
+}
 
 }  // namespace flexops::cross_entropy

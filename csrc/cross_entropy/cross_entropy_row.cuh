@@ -1,6 +1,7 @@
 // A row of cross entropy: what of it a thread adds up, and the gradient that it writes. What is computed: flexops/ops/cross_entropy.py.
 #pragma once
 
+#include "common/held.cuh"
 #include "common/rows.cuh"
 
 namespace flexops::cross_entropy {
@@ -157,9 +158,10 @@ FLEXOPS_DEVICE float sum_inside(const float* x, int at, int end) {
   return sum;
 }
 
-/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step.
-template <Type type, int V>
-FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V], int at, int step, int end) {
+/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step. By kParts parts, for each of which
+/// the vectors change places.
+template <Type type, int V, int kParts = 1>
+FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int at, int step, int end) {
   constexpr int N = kVector<type>;
   float highest = s.maximum, x[N];
 #pragma unroll
@@ -167,13 +169,17 @@ FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V
   const float base = settle(highest), scaled = base * kUnit<type>;
   s.sum *= rescale(s.maximum - base);
   s.maximum = highest;
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-  for (int k = 0; k < V; ++k) {
-    widen<type>(x, raw[k]);
-    if (p.smoothing != 0.0f) s.total += sum_inside<type>(x, at + k * step, end);
+    for (int k = 0; k < V / kParts; ++k) {
+      widen<type>(x, raw[k]);
+      if (p.smoothing != 0.0f) s.total += sum_inside<type>(x, at + (part * (V / kParts) + k) * step, end);
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
-    s.sum += sum_tree<N>(x);
+      for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
+      s.sum += sum_tree<N>(x);
+    }
+    if constexpr (kParts == 2) swap_halves(raw);
   }
 }
 

@@ -15,10 +15,10 @@ constexpr int64_t kManyElements = 65536;  // of a single segment that many block
 /// A kernel for each type. As pointers, because each <<<>>> costs build time.
 using Kernels = const void* [3];
 #define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&scaled::__VA_ARGS__)
-#define FLEXOPS_KERNELS(name) {FLEXOPS_KERNEL(name<rows::kF32>), FLEXOPS_KERNEL(name<rows::kF16>), FLEXOPS_KERNEL(name<rows::kBf16>)}
-#define FLEXOPS_LONG_KERNELS(wide)                                                                   \
-  {FLEXOPS_KERNEL(quantize_long<rows::kF32, wide>), FLEXOPS_KERNEL(quantize_long<rows::kF16, wide>), \
-   FLEXOPS_KERNEL(quantize_long<rows::kBf16, wide>)}
+#define FLEXOPS_KERNELS(name) {FLEXOPS_KERNEL(name<rows::kF32>), FLEXOPS_KERNEL(name<rows::kHalf>), FLEXOPS_KERNEL(name<rows::kHalf>)}
+#define FLEXOPS_LONG_KERNELS(wide)                                                                    \
+  {FLEXOPS_KERNEL(quantize_long<rows::kF32, true>), FLEXOPS_KERNEL(quantize_long<rows::kHalf, wide>), \
+   FLEXOPS_KERNEL(quantize_long<rows::kHalf, wide>)}
 const Kernels kQuantizeGroups = FLEXOPS_KERNELS(quantize_groups), kQuantizeShort = FLEXOPS_KERNELS(quantize_short);
 const Kernels kQuantizeLong = FLEXOPS_LONG_KERNELS(false), kQuantizeWide = FLEXOPS_LONG_KERNELS(true);
 const Kernels kFindLargest = FLEXOPS_KERNELS(find_largest), kCastChunk = FLEXOPS_KERNELS(cast_chunk);
@@ -37,6 +37,7 @@ Params make_params(const void* in, void* out, const float* scales, const ScaledL
   p.lanes = 1, p.log_lanes = 0;
   p.aligned = false;
   p.code = static_cast<scaled::Code>(l.code);
+  p.is_f16 = l.type == ScaledType::f16;
   if (p.segments > 1 && p.length % p.segment == 0 && p.row_stride == p.length) {  // no need to divide: every segment is a row
     p.length = p.row_stride = p.segment;
     p.segments = 1;

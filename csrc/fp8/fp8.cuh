@@ -7,12 +7,13 @@
 //   groups  segments of 2 to 32 whole vectors (a power of two), one behind the other: neighbouring lanes hold each, several at once;
 //   short   any other segments of up to 32 vectors: the same, with more to ask;
 //   long    a block works on a segment (to find its scale), or on a chunk of one (if its scale is known).
-// Segments begin and end anywhere: see common/rows.cuh. Kernels are instantiated for each type of elements; the codes' type is told at run
-// time.
+// Segments begin and end anywhere: see common/rows.cuh. Kernels are instantiated for each size of elements. Which type of 16 bits it is,
+// and the codes' type, are told at run time: that costs next to nothing, and instantiations cost build time.
 #pragma once
 
 #include "common/divisor.cuh"
 #include "common/fp8.cuh"
+#include "common/halves.cuh"
 #include "common/rows.cuh"
 
 namespace flexops::scaled {
@@ -66,6 +67,7 @@ struct Params {
   Divisor chunks;                                    // of a segment
   int lanes, log_lanes;                              // groups, short: that share a segment, a power of two up to 32
   Code code;
+  bool is_f16;   // of the types of 16 bits
   bool aligned;  // the codes of a whole vector can be read or written at once
 };
 

@@ -58,7 +58,7 @@ FLEXOPS_DEVICE void write_values(const Params& p, const Span<type>& s, int vecto
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = __fmul_rn(value[i], scale);
   auto* out = const_cast<Element<type>*>(s.elements);
-  store_vector<type, kStores>(out + s.first, vector * N - s.first, s.last - s.first, narrow<type>(value));
+  store_vector<type, kStores>(out + s.first, vector * N - s.first, s.last - s.first, narrow<type>(value, p.is_f16));
 }
 
 template <Type type>

@@ -34,7 +34,8 @@ template <Type type>
 FLEXOPS_DEVICE u32 greater_of(u32 a, u32 b) {
   if constexpr (type == kF32) return Max()(a, b);
 #if FLEXOPS_HAS_MIN2
-  if constexpr (type != kF32) return max2<Element<type>>(a, b);  // of a NaN this makes another NaN
+  // For float16 too: what bfloat16 takes for a NaN is one, and of a NaN this makes another; all else has the order of the bits.
+  if constexpr (type != kF32) return max2<bf16>(a, b);
 #endif
   return Max()(a & 0xffffu, b & 0xffffu) | (Max()(a >> 16, b >> 16) << 16);
 }
@@ -53,10 +54,9 @@ FLEXOPS_DEVICE u32 one_of(u32 largest) {
 }
 /// The same as float32's bits.
 template <Type type>
-FLEXOPS_DEVICE u32 widen_bits(u32 largest) {
+FLEXOPS_DEVICE u32 widen_bits(u32 largest, bool is_f16) {
   if constexpr (type == kF32) return largest;
-  if constexpr (type == kBf16) return largest << 16;
-  return bit_cast<u32>(to_float(f16{static_cast<u16>(largest)}));
+  return is_f16 ? bit_cast<u32>(to_float(f16{static_cast<u16>(largest)})) : largest << 16;
 }
 
 /// What a segment's elements are multiplied by. If the segment is broken, the scale is NaN and the codes are 0.
@@ -92,16 +92,16 @@ FLEXOPS_DEVICE void pack(Vec<u32, N / 4>& out, const float (&value)[N]) {
 }
 
 template <Type type>
-FLEXOPS_DEVICE Codes<type> encode(const Packed& in, float inverse, u32 keep, Code code) {
+FLEXOPS_DEVICE Codes<type> encode(const Packed& in, float inverse, u32 keep, const Params& p) {
   constexpr int N = kVector<type>;
   float value[N];
   Codes<type> out;
-  widen<type>(value, in);
+  widen<type>(value, in, p.is_f16);
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = __fmul_rn(value[i], inverse);
-  if (code == kE4m3) {
+  if (p.code == kE4m3) {
     pack<e4m3>(out, value);
-  } else if (code == kE5m2) {
+  } else if (p.code == kE5m2) {
     pack<e5m2>(out, value);
   } else {
     pack<i8>(out, value);
@@ -117,7 +117,7 @@ FLEXOPS_DEVICE void write_codes(const Params& p, const Span<type>& s, int vector
   constexpr int N = kVector<type>;
   const int at = vector * N;
   if (at >= s.last) return;
-  const Codes<type> words = encode<type>(in, inverse, keep, p.code);
+  const Codes<type> words = encode<type>(in, inverse, keep, p);
   u8* out = static_cast<u8*>(p.out) + s.codes + at;
   if (p.aligned && (!s.ragged || (at >= s.first && at + N <= s.last))) {
     store<kStores>(reinterpret_cast<Codes<type>*>(out), words);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   u32 mine = largest[0];
 #pragma unroll
   for (int k = 1; k < K; ++k) mine = own == k ? largest[k] : mine;
-  const Scaling scaling = Scaling::of_largest(widen_bits<type>(mine), p.code);
+  const Scaling scaling = Scaling::of_largest(widen_bits<type>(mine, p.is_f16), p.code);
   const i64 vector = first + own * kNarrowWarp;
   if ((lane & (p.lanes - 1)) < K && vector < total) p.scales[vector >> p.log_lanes] = scaling.scale;
   const float inverse = scaling.keep ? scaling.inverse : not_a_number();
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   for (int k = 0; k < K; ++k) {
     const float its = shuffle(inverse, lane - own + k, kNarrowWarp);
     const i64 to = first + k * kNarrowWarp;
-    const Codes<type> words = encode<type>(data[k], its, its == its ? ~0u : 0u, p.code);
+    const Codes<type> words = encode<type>(data[k], its, its == its ? ~0u : 0u, p);
     if (to < total) store<kStores>(static_cast<Codes<type>*>(p.out) + to, words);
   }
 }
@@ -190,14 +190,14 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
   }
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
-    const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest[k]), p.code);
+    const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest[k], p.is_f16), p.code);
     const i64 index = short_segment(p, k);
     if (vector == 0 && index < p.total) p.scales[index] = scaling.scale;
     write_codes(p, span[k], vector, data[k], scaling.inverse, scaling.keep);
   }
 }
 
-/// A block for each segment. Two kernels, because fewer threads may use more registers.
+/// A block for each segment. Two kernels for 16 bits, because fewer threads may use more registers; float32 gains nothing by a second one.
 template <Type type, bool kWide>
 __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : kLongBlocks)
     quantize_long(const FLEXOPS_GRID_CONSTANT Params p) {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
     from += step;
   } while (kWide && from < vectors);
   largest = group_reduce(one_of<type>(largest), Max(), 0u, threads, shared);
-  const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest), p.code);
+  const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest, p.is_f16), p.code);
   if (threadIdx.x == 0) p.scales[index] = scaling.scale;
   from = threadIdx.x;
   do {
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONS
     trim(data[k], span, k * kThreads + threadIdx.x);
     largest = add_largest<type>(largest, data[k]);
   }
-  largest = widen_bits<type>(group_reduce(one_of<type>(largest), Max(), 0u, kThreads, shared));
+  largest = widen_bits<type>(group_reduce(one_of<type>(largest), Max(), 0u, kThreads, shared), p.is_f16);
   // Few blocks find more than all before them: asking first spares the others the wait for one another.
   if (threadIdx.x == 0 && largest > *static_cast<volatile u32*>(p.largest)) atomicMax(p.largest, largest);
 }

@@ -3,8 +3,6 @@
 #include "common/multi_tensor_cpu.h"
 #include "grad_norm/grad_norm.h"
 
-#include <math.h>
-
 namespace flexops::FLEXOPS_ISA {
 
 namespace {
@@ -48,12 +46,12 @@ inline double largest(const TensorRow& row, int64_t begin, int64_t end) {
   bool nan = false;
   for_each_block(row, begin, end, [&](const float* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
-      const float magnitude = fabsf(x[i]);
+      const float magnitude = __builtin_fabsf(x[i]);
       nan |= magnitude != magnitude;
       most = magnitude > most ? magnitude : most;
     }
   });
-  return nan ? static_cast<double>(NAN) : static_cast<double>(most);
+  return nan ? __builtin_nan("") : static_cast<double>(most);
 }
 
 inline double sum_powers(const TensorRow& row, double power, int64_t begin, int64_t end) {
@@ -62,8 +60,8 @@ inline double sum_powers(const TensorRow& row, double power, int64_t begin, int6
   for_each_block(row, begin, end, [&](const float* x, int64_t count) {
     float sum = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const float magnitude = fabsf(x[i]);
-      sum += p == 1.0f ? magnitude : powf(magnitude, p);
+      const float magnitude = __builtin_fabsf(x[i]);
+      sum += p == 1.0f ? magnitude : __builtin_powf(magnitude, p);
     }
     total += sum;
   });

@@ -70,7 +70,6 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   return plan;
 }
 
-#define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
 /// Only bf16 has a kernel of its own for RMS norm, and one for layer norm with
 /// a weight of bf16: others do these as well, a little slower where 16-bit data
 /// come fast.

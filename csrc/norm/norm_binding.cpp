@@ -82,8 +82,11 @@ struct Forward {
   Tensor y, statistics, scales, new_residual;
 };
 
+/// What an operator gives: results of x's dtype, these and the rows' statistics for a gradient, or codes.
+enum class Gives { results, statistics, int8, e4m3 };
+
 /// All forward operators: what is not asked for stays undefined.
-Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, bool centered, Dtype codes) {
+Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, bool centered, Gives gives) {
   NormForward n{};
   n.type = n.row_type = n.weight_type = norm_type(op, "x", x.dtype());
   check_x(op, x);
@@ -111,17 +114,17 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
   n.weight = parameter(op, "weight", weight, x), n.bias = parameter(op, "bias", bias, x);
   n.columns = x.size(-1), n.rows = x.numel() / n.columns;
   n.eps = static_cast<float>(eps), n.centered = centered;
-  n.codes = codes == Dtype::i8 ? NormCodes::int8 : codes == Dtype::e4m3 ? NormCodes::e4m3 : NormCodes::none;
+  n.codes = gives == Gives::int8 ? NormCodes::int8 : gives == Gives::e4m3 ? NormCodes::e4m3 : NormCodes::none;
   Forward out;
   const bool quantized = n.codes != NormCodes::none;
-  out.y = empty_like_contiguous(x, quantized ? codes : x.dtype());
+  out.y = empty_like_contiguous(x, gives == Gives::int8 ? Dtype::i8 : gives == Gives::e4m3 ? Dtype::e4m3 : x.dtype());
   n.y = out.y.data();
   if (quantized) {
     std::vector<int64_t> sizes(x.sizes(), x.sizes() + x.dim());
     sizes.back() = 1;
     out.scales = empty(sizes.data(), x.dim(), Dtype::f32, x);
     n.scales = out.scales.data<float>();
-  } else {
+  } else if (gives == Gives::statistics) {
     out.statistics = empty_statistics(x, centered);
     auto* statistics = out.statistics.data<float>();
     n.mean = centered ? statistics : nullptr;
@@ -142,43 +145,69 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
   return out;
 }
 
-std::tuple<Tensor, Tensor> layer_norm(Tensor x, Maybe weight, Maybe bias, double eps) {
-  Forward out = forward("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight), std::move(bias), eps, true, Dtype::other);
+Forward layer_norm(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, Gives gives) {
+  return forward(op, std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, true, gives);
+}
+
+Forward rms_norm(const char* op, Tensor x, Maybe residual, Maybe weight, double eps, Gives gives) {
+  return forward(op, std::move(x), std::move(residual), std::move(weight), std::nullopt, eps, false, gives);
+}
+
+Tensor layer_norm_plain(Tensor x, Maybe weight, Maybe bias, double eps) {
+  return layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight), std::move(bias), eps, Gives::results).y;
+}
+
+std::tuple<Tensor, Tensor> layer_norm_forward(Tensor x, Maybe weight, Maybe bias, double eps) {
+  Forward out = layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight), std::move(bias), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.statistics)};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(Tensor x, Maybe weight, double eps) {
-  Forward out = forward("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), std::nullopt, eps, false, Dtype::other);
+Tensor rms_norm_plain(Tensor x, Maybe weight, double eps) {
+  return rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps, Gives::results).y;
+}
+
+std::tuple<Tensor, Tensor> rms_norm_forward(Tensor x, Maybe weight, double eps) {
+  Forward out = rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.statistics)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm(Tensor x, Tensor residual, Maybe weight, Maybe bias, double eps) {
+std::tuple<Tensor, Tensor> add_layer_norm_plain(Tensor x, Tensor residual, Maybe weight, Maybe bias, double eps) {
   Forward out =
-      forward("flexops::add_layer_norm", std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, true, Dtype::other);
+      layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, Gives::results);
+  return {std::move(out.y), std::move(out.new_residual)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(Tensor x, Tensor residual, Maybe weight, Maybe bias, double eps) {
+  Forward out =
+      layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.new_residual), std::move(out.statistics)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Maybe weight, double eps) {
-  Forward out =
-      forward("flexops::add_rms_norm", std::move(x), std::move(residual), std::move(weight), std::nullopt, eps, false, Dtype::other);
+std::tuple<Tensor, Tensor> add_rms_norm_plain(Tensor x, Tensor residual, Maybe weight, double eps) {
+  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual), std::move(weight), eps, Gives::results);
+  return {std::move(out.y), std::move(out.new_residual)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(Tensor x, Tensor residual, Maybe weight, double eps) {
+  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual), std::move(weight), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.new_residual), std::move(out.statistics)};
 }
 
-Dtype code_dtype(const char* op, int64_t code) {
+Gives codes_of(const char* op, int64_t code) {
   const Dtype dtype = dtype_of_code(code);
   FLEXOPS_CHECK(dtype == Dtype::i8 || dtype == Dtype::e4m3, op, ": dtype must be int8 or float8_e4m3fn");
-  return dtype;
+  return dtype == Dtype::i8 ? Gives::int8 : Gives::e4m3;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quantized(Tensor x, Maybe weight, double eps, int64_t dtype) {
   const char* op = "flexops::rms_norm_quantized";
-  Forward out = forward(op, std::move(x), std::nullopt, std::move(weight), std::nullopt, eps, false, code_dtype(op, dtype));
+  Forward out = rms_norm(op, std::move(x), std::nullopt, std::move(weight), eps, codes_of(op, dtype));
   return {std::move(out.y), std::move(out.scales)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(Tensor x, Tensor residual, Maybe weight, double eps, int64_t dtype) {
   const char* op = "flexops::add_rms_norm_quantized";
-  Forward out = forward(op, std::move(x), std::move(residual), std::move(weight), std::nullopt, eps, false, code_dtype(op, dtype));
+  Forward out = rms_norm(op, std::move(x), std::move(residual), std::move(weight), eps, codes_of(op, dtype));
   return {std::move(out.y), std::move(out.scales), std::move(out.new_residual)};
 }
 
@@ -287,10 +316,18 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Maybe grad_residual, T
 }  // namespace
 
 FLEXOPS_REGISTER(m) {
-  FLEXOPS_IMPL(m, "layer_norm", layer_norm);
-  FLEXOPS_IMPL(m, "rms_norm", rms_norm);
-  FLEXOPS_IMPL(m, "add_layer_norm", add_layer_norm);
-  FLEXOPS_IMPL(m, "add_rms_norm", add_rms_norm);
+  FLEXOPS_IMPL(m, "layer_norm", layer_norm_plain);
+  FLEXOPS_IMPL(m, "layer_norm_plain", layer_norm_plain);
+  FLEXOPS_IMPL(m, "layer_norm_forward", layer_norm_forward);
+  FLEXOPS_IMPL(m, "rms_norm", rms_norm_plain);
+  FLEXOPS_IMPL(m, "rms_norm_plain", rms_norm_plain);
+  FLEXOPS_IMPL(m, "rms_norm_forward", rms_norm_forward);
+  FLEXOPS_IMPL(m, "add_layer_norm", add_layer_norm_plain);
+  FLEXOPS_IMPL(m, "add_layer_norm_plain", add_layer_norm_plain);
+  FLEXOPS_IMPL(m, "add_layer_norm_forward", add_layer_norm_forward);
+  FLEXOPS_IMPL(m, "add_rms_norm", add_rms_norm_plain);
+  FLEXOPS_IMPL(m, "add_rms_norm_plain", add_rms_norm_plain);
+  FLEXOPS_IMPL(m, "add_rms_norm_forward", add_rms_norm_forward);
   FLEXOPS_IMPL(m, "rms_norm_quantized", rms_norm_quantized);
   FLEXOPS_IMPL(m, "add_rms_norm_quantized", add_rms_norm_quantized);
   FLEXOPS_IMPL(m, "layer_norm_backward", layer_norm_backward);

@@ -2,10 +2,8 @@
 
 #include "norm/norm_forward.cuh"
 
-#include "norm/norm_forward_codes.cuh"
 #include "norm/norm_forward_held.cuh"
 #include "norm/norm_forward_layer.cuh"
-#include "norm/norm_forward_rows.cuh"
 #include "norm/norm_launch.h"
 
 namespace flexops {
@@ -25,7 +23,6 @@ bool has_vectors(const NormForward& a, int64_t vector) {
          fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == NormCodes::none ? size : 1) && fits(a.new_residual, 0, row);
 }
 
-#define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&norm::__VA_ARGS__)
 const void* const kFew[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kFewItems>),
                              FLEXOPS_NORM_KERNEL(forward_held<f16, false, false, norm::kFewItems>),
                              FLEXOPS_NORM_KERNEL(forward_held<bf16, false, false, norm::kFewItems>)};
@@ -38,20 +35,12 @@ const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, tr
 // Layer norm's own, for bf16 alone: kMany does as well, at most a tenth slower with many rows and a microsecond with few.
 const void* const kLayer = FLEXOPS_NORM_KERNEL(forward_layer<bf16>);
 const void* const kFewLayer = FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kFewItems>);
-#define FLEXOPS_NORM_CODES(items)                                                                    \
-  {FLEXOPS_NORM_KERNEL(forward_codes<float, items>), FLEXOPS_NORM_KERNEL(forward_codes<f16, items>), \
-   FLEXOPS_NORM_KERNEL(forward_codes<bf16, items>)}
-const void* const kCodes[3] = FLEXOPS_NORM_CODES(norm::kItems);
-const void* const kManyCodes[3] = FLEXOPS_NORM_CODES(norm::kManyItems);
-const void* const kRows[3] = {FLEXOPS_NORM_KERNEL(forward_rows<float>), FLEXOPS_NORM_KERNEL(forward_rows<norm::Half>),
-                              FLEXOPS_NORM_KERNEL(forward_rows<norm::Any>)};
-
-/// A kernel, the elements of its vectors, how many of these its threads hold, how many rows its groups take, and how many threads they have
-/// at most.
+/// A kernel, the elements of its vectors, how many of these its threads hold, how many rows its groups take, and whether it holds them in
+/// shared memory, as far as that goes.
 struct Way {
   const void* kernel;
   int64_t vector, items, together = 1;
-  int most = norm::kHeldThreads;
+  bool shared = false;
 };
 
 int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -70,8 +59,8 @@ Way choose(const NormForward& a) {
   if (codes && same && fits(norm::kManyItems)) {
     // Short rows are read better by more lanes, as are few.
     const bool few = vectors <= norm::kItems * norm::kNarrowWarp || has_few_rows(a, ceil_divide(vectors, norm::kManyItems));
-    if (few && fits(norm::kItems)) return {kCodes[type], vector, norm::kItems};
-    return {kManyCodes[type], vector, norm::kManyItems};
+    const int items = few && fits(norm::kItems) ? norm::kItems : norm::kManyItems;
+    return {norm::codes_kernel(a.row_type, items), vector, items};
   }
   if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], vector, norm::kItems};
   if (!codes && !a.residual) {
@@ -85,8 +74,25 @@ Way choose(const NormForward& a) {
     }
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
-  if (!aligned) return {kRows[2], 1, norm::kRowsItems<norm::Any>, 1, norm::kMostThreads};
-  return {kRows[a.row_type != NormType::f32], vector, norm::kRowsItems<bf16>, 1, norm::kMostThreads};
+  return {norm::rows_kernel(a.row_type, aligned), aligned ? vector : 1, aligned ? norm::kItems : norm::kManyItems, 1, true};
+}
+
+/// How many vectors a thread has at least where rows are few.
+int64_t least_vectors(const Way& way, NormCodes codes) {
+  if (way.shared) return way.vector == 1 ? norm::kItems : 1;
+  if (way.items != norm::kManyItems) return 1;
+  return codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
+}
+
+/// How many of its `wanted` vectors a thread holds in shared memory, if one for each thread of a block takes `slots` bytes; single elements
+/// by fours. Two blocks share a multiprocessor: one loads while the other stores.
+int held_vectors(const Way& way, int64_t wanted, int64_t slots) {
+  constexpr int64_t kReserved = 1024;  // a kernel's own shared memory, and the driver's
+  const norm::Gpu& gpu = norm::current_gpu();
+  const int64_t share = gpu.shared_of_processor / 2, limit = gpu.shared_of_block < share ? gpu.shared_of_block : share;
+  const int64_t room = (limit - 2 * kReserved) / slots / 4 * 4;
+  if (way.vector == 1) wanted = ceil_divide(wanted, 4) * 4;
+  return static_cast<int>(wanted < room ? wanted : room);
 }
 
 }  // namespace
@@ -106,10 +112,15 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   p.same = a.weight != nullptr && a.weight_type == a.type;
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
-  const int64_t least = way.items != norm::kManyItems ? 1 : a.codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
-  p.lanes = norm::lanes_for(has_few_rows(a, parts) ? ceil_divide(vectors, least) : parts, way.most);
+  p.lanes = norm::lanes_for(has_few_rows(a, parts) ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts,
+                            way.shared && way.vector > 1 ? norm::kMostThreads : norm::kHeldThreads);
   const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
-  norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, 0, stream);
+  int64_t shared_bytes = 0;
+  if (way.shared) {
+    const int64_t slots = grid.threads * (way.vector == 1 ? int64_t{sizeof(norm::Raw<norm::Any>)} : int64_t{sizeof(norm::Raw<float>)});
+    p.held = held_vectors(way, ceil_divide(vectors, p.lanes), slots), shared_bytes = p.held * slots;
+  }
+  norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, shared_bytes, stream);
   return norm::last_error();
 }
 

@@ -13,6 +13,7 @@ struct Forward {
   i64 rows, x_stride, residual_stride;
   int columns, vectors;  // of a row
   int lanes;             // that share a row
+  int held;              // forward_rows: vectors of a thread that shared memory holds
   float eps, inverse;    // 1 / columns
   Type type, row_type, weight_type;
   Codes codes;
@@ -24,8 +25,6 @@ struct Forward {
 
 constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
 constexpr int kTogether = 2;                              // forward_layer: rows of a group
-template <typename T>
-constexpr int kRowsItems = kVector<T> == 1 ? 4 : 2;  // forward_rows: those that it holds
 
 /// Vectors first, first + step, ... of a row; zeros for those that it has not.
 template <typename T, int N>

@@ -6,158 +6,198 @@
 
 namespace flexops::norm {
 
-/// A thread's part of one row, and what has been found of it.
+/// N elements of S, `step` apart, of which `left` / step are there.
+template <typename S, int N>
+FLEXOPS_DEVICE void load_apart(float (&out)[N], const void* from, i64 first, int step, int left) {
+  S raw[N];
+#pragma unroll
+  for (int e = 0; e < N; ++e) raw[e] = e * step < left ? static_cast<const S*>(from)[first + e * step] : S{};
+#pragma unroll
+  for (int e = 0; e < N; ++e) out[e] = to_float(raw[e]);
+}
+
+/// A thread's part of one row, a vector at a time, or where there are none kApart elements that lie `lanes` apart. The first of these it
+/// holds in shared memory, in slots of its own; the others are read again.
 template <typename T>
 struct Row {
-  static constexpr int V = kVector<T>, kHeld = kRowsItems<T>;
-  const Forward& p;
-  const Group& g;
-  i64 row;
-  int count;  // vectors: none if the row is beyond the last
-  Raw<T> held[kHeld];
-  float mean, rstd;
+  static constexpr bool kApart = kVector<T> == 1;
+  static constexpr int V = kVector<T>, kSlots = kApart ? 4 : 1, N = kApart ? kSlots : V;
+  Raw<T>* slots;
+  int lane, lanes, count, held;  // count: vectors of the row, none if it is beyond the last
 
-  FLEXOPS_DEVICE int at(int k) const { return g.lane + k * g.lanes; }
-  FLEXOPS_DEVICE bool inside(int k) const { return at(k) < count; }
+  FLEXOPS_DEVICE Raw<T>& slot(int k) const { return slots[k * static_cast<int>(blockDim.x)]; }
 
-  /// x + residual, rounded; also written.
-  FLEXOPS_DEVICE Raw<T> add(int i) const {
-    float sum[V], other[V];
-    load_floats<Cache::streaming>(sum, p.x, row * p.x_stride + i64(i) * V, p.type);
-    widen<T>(other, read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V, p.row_type), p.row_type);
-#pragma unroll
-    for (int e = 0; e < V; ++e) sum[e] += other[e];
-    const Raw<T> out = narrow<T>(sum, p.row_type);
-    write<T>(p.new_residual, row * p.columns + i64(i) * V, out, p.row_type);
-    return out;
+  template <Cache cache>
+  FLEXOPS_DEVICE void load(float (&out)[N], const void* from, i64 begin, int i, Type type) const {
+    if constexpr (!kApart) {
+      load_floats<cache>(out, from, begin + i64(i) * V, type);
+    } else if (type == kBf16) {
+      load_apart<bf16>(out, from, begin + i, lanes, count - i);
+    } else if (type == kF16) {
+      load_apart<f16>(out, from, begin + i, lanes, count - i);
+    } else {
+      load_apart<float>(out, from, begin + i, lanes, count - i);
+    }
   }
-
-  /// The vectors in registers. Loads of the parts that do not exist give zeros.
-  FLEXOPS_DEVICE void fill() {
-    const i64 from = row * p.x_stride;
-    if (p.residual == nullptr) {
+  FLEXOPS_DEVICE void store(const float (&in)[N], void* to, i64 begin, int i, Type type) const {
+    if constexpr (!kApart) {
+      store_floats(in, to, begin + i64(i) * V, type);
+    } else {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        held[k] = Raw<T>{};
-        if (inside(k)) held[k] = read<T, Cache::streaming>(p.x, from + i64(at(k)) * V, p.type);
+      for (int e = 0; e < N; ++e) {
+        if (i + e * lanes < count) store_one(to, begin + i + e * lanes, in[e], type);
       }
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      held[k] = Raw<T>{};
-      if (inside(k)) held[k] = add(at(k));
     }
   }
-  /// Calls f(vector, elements) for every vector of the row that this thread has: the held ones, then the others, from memory.
+  FLEXOPS_DEVICE void round(float (&v)[N], Type type) const {
+    if constexpr (kApart) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) v[e] = round_to(v[e], type);
+    }
+  }
+  FLEXOPS_DEVICE void keep(const float (&v)[N], int k, Type type) const {
+    if constexpr (kApart) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) slot(k + e) = v[e];
+    } else {
+      slot(k) = narrow<T>(v, type);
+    }
+  }
+
+  /// Calls f(first vector or element, slot) for each step.
   template <typename F>
   FLEXOPS_DEVICE void for_each(const F& f) const {
+    int k = 0;
+#pragma unroll 1
+    for (int i = lane; i < count; i += kSlots * lanes, k += kSlots) f(i, k);
+  }
+  /// What is held, or else read again.
+  FLEXOPS_DEVICE void get(float (&v)[N], const void* from, i64 begin, int i, int k, Type type) const {
+    if constexpr (kApart) {
+      if (k < held) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      float v[V];
-      widen<T>(v, held[k], p.row_type);
-      if (inside(k)) f(at(k), v);
+        for (int e = 0; e < N; ++e) v[e] = slot(k + e);
+      } else {
+        load<Cache::normal>(v, from, begin, i, type);
+      }
+    } else {
+      widen<T>(v, k < held ? slot(k) : read<T, Cache::normal>(from, begin + i64(i) * V, type), type);
     }
-    for_the_rest(f);
-  }
-  template <typename F>
-  FLEXOPS_DEVICE void for_the_rest(const F& f) const {
-    const void* from = p.residual ? p.new_residual : p.x;
-    const i64 begin = row * (p.residual ? p.columns : p.x_stride);
-    for (int i = at(kHeld); i < count; i += g.lanes) {
-      float v[V];
-      widen<T>(v, read<T, Cache::normal>(from, begin + i64(i) * V, p.row_type), p.row_type);
-      f(i, v);
-    }
-  }
-
-  FLEXOPS_DEVICE void find_statistics(Partial<float, 1> (&shared)[2]) {
-    if (p.residual) {
-      for (int i = at(kHeld); i < count; i += g.lanes) add(i);
-    }
-    mean = 0.0f;
-    float total[1] = {0.0f};
-    if (p.centered) {
-      for_each([&](int, const float (&v)[V]) { total[0] += sum_of(v); });
-      forget<T>(held, p.nothing);
-      group_reduce<true>(total, Sum{}, g, shared[0]);
-      mean = total[0] * p.inverse;
-      total[0] = 0.0f;
-    }
-    for_each([&](int, const float (&v)[V]) {
-      float squares[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) squares[i] = (v[i] - mean) * (v[i] - mean);
-      total[0] += sum_of(squares);
-    });
-    forget<T>(held, p.nothing);
-    group_reduce<true>(total, Sum{}, g, shared[1]);
-    rstd = reciprocal_root(total[0] * p.inverse + p.eps);
-    if (g.lane == 0 && row < p.rows) {
-      if (p.mean) p.mean[row] = mean;
-      if (p.rstd) p.rstd[row] = rstd;
-    }
-  }
-
-  /// v becomes the result.
-  FLEXOPS_DEVICE void apply(float (&v)[V], const float (&w)[V], const float (&b)[V]) const {
-#pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
-    if (p.weight) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) v[i] *= w[i];
-    }
-    if (p.bias) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) v[i] += b[i];
-    }
-  }
-  FLEXOPS_DEVICE void apply(float (&v)[V], int i) const {
-    float w[V], b[V];
-    if (p.weight) load_floats<Cache::constant>(w, p.weight, i64(i) * V, p.weight_type);
-    if (p.bias) load_floats<Cache::constant>(b, p.bias, i64(i) * V, p.weight_type);
-    apply(v, w, b);
-  }
-
-  /// Calls f(vector, result) for every vector of this thread.
-  template <typename F>
-  FLEXOPS_DEVICE void for_each_result(const F& f) const {
-    for_each([&](int i, float (&v)[V]) {
-      apply(v, i);
-      f(i, v);
-    });
-  }
-
-  FLEXOPS_DEVICE void finish() const {
-    const i64 to = row * p.columns;
-    for_each_result([&](int i, const float (&v)[V]) { store_floats(v, p.y, to + i64(i) * V, p.type); });
-  }
-
-  FLEXOPS_DEVICE void finish_codes(Partial<u32, 1>& shared) {
-    u32 largest[1] = {0};
-    for_each_result([&](int, const float (&v)[V]) { find_largest(largest[0], v); });
-    forget<T>(held, p.nothing);
-    group_reduce<true>(largest, MaxBits{}, g, shared);
-    const Coding coding(largest[0], p.codes);
-    if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
-    for_each_result([&](int i, float (&v)[V]) { coding.write(v, static_cast<u8*>(p.y) + row * p.columns + i64(i) * V, p.codes); });
   }
 };
 
-/// A row for each group of threads, held in registers as far as these go.
+/// A row for each group of threads.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_CONSTANT Forward p) {
+  constexpr int V = kVector<T>, N = Row<T>::N;
+  extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
-  Row<T> r{p, g, row, row < p.rows ? p.vectors : 0, {}, 0.0f, 0.0f};
-  r.fill();
-  r.find_statistics(shared);
-  if (p.codes == kNoCodes) {
-    r.finish();
+  const i64 row = i64(blockIdx.x) * g.count() + g.index, to = row * p.columns;
+  const Row<T> r{reinterpret_cast<Raw<T>*>(storage) + threadIdx.x, g.lane, g.lanes, row < p.rows ? p.vectors : 0, p.held};
+  const void* from = p.x;
+  i64 begin = row * p.x_stride;
+  if (p.residual == nullptr) {
+    if constexpr (V == 1) {
+      r.for_each([&](int i, int k) {
+        float v[N];
+        if (k >= p.held) return;
+        r.template load<Cache::streaming>(v, from, begin, i, p.row_type);
+        r.keep(v, k, p.row_type);
+      });
+    } else {
+      r.for_each([&](int i, int k) {
+        if (k < p.held) async_copy16(&r.slot(k), static_cast<const T*>(from) + begin + i64(i) * V, true);
+      });
+      async_commit();
+      async_wait(0);
+    }
   } else {
-    r.finish_codes(shared_codes);
+    r.for_each([&](int i, int k) {
+      float x[N], residual[N];
+      if constexpr (V == 1) {
+        r.template load<Cache::streaming>(residual, p.residual, row * p.residual_stride, i, p.row_type);
+        r.template load<Cache::streaming>(x, p.x, begin, i, p.type);
+      } else {
+        const Raw<T> raw = read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V, p.row_type);
+        r.template load<Cache::streaming>(x, p.x, begin, i, p.type);
+        widen<T>(residual, raw, p.row_type);
+      }
+#pragma unroll
+      for (int e = 0; e < N; ++e) x[e] += residual[e];
+      r.round(x, p.row_type);
+      if (k < p.held) r.keep(x, k, p.row_type);
+      if constexpr (V == 1) {
+        r.store(x, p.new_residual, to, i, p.row_type);
+      } else {
+        write<T>(p.new_residual, to + i64(i) * V, narrow<T>(x, p.row_type), p.row_type);
+      }
+    });
+    from = p.new_residual, begin = to;
+  }
+
+  // The sum of what elements are off the mean, which is not known yet, then of its squares.
+  float mean = 0.0f, total[1];
+#pragma unroll 1
+  for (int pass = p.centered ? 0 : 1; pass < 2; ++pass) {
+    total[0] = 0.0f;
+    r.for_each([&](int i, int k) {
+      float v[N];
+      r.get(v, from, begin, i, k, p.row_type);
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        v[e] = (v[e] - mean) * (pass == 0 ? 1.0f : v[e] - mean);
+        if (V == 1 && i + e * g.lanes >= r.count) v[e] = 0.0f;
+      }
+      total[0] += sum_of(v);
+    });
+    group_reduce<true>(total, Sum{}, g, shared[pass]);
+    if (pass == 0) mean = total[0] * p.inverse;
+  }
+  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
+  const bool publishes = g.lane == 0 && row < p.rows;
+  if (publishes && p.mean) p.mean[row] = mean;
+  if (publishes && p.rstd) p.rstd[row] = rstd;
+
+  // The results; before their codes, the largest of them.
+  Coding coding(0, p.codes);
+  u32 largest[1] = {0};
+#pragma unroll 1
+  for (int pass = p.codes == kNoCodes ? 1 : 0; pass < 2; ++pass) {
+    r.for_each([&](int i, int k) {
+      float v[N], parameter[N];
+      r.get(v, from, begin, i, k, p.row_type);
+#pragma unroll
+      for (int e = 0; e < N; ++e) v[e] = (v[e] - mean) * rstd;
+      if (p.weight) {
+        r.template load<Cache::constant>(parameter, p.weight, 0, i, p.weight_type);
+#pragma unroll
+        for (int e = 0; e < N; ++e) v[e] *= parameter[e];
+      }
+      if (p.bias) {
+        r.template load<Cache::constant>(parameter, p.bias, 0, i, p.weight_type);
+#pragma unroll
+        for (int e = 0; e < N; ++e) v[e] += parameter[e];
+      }
+      if (pass == 0) {
+        find_largest(largest[0], v);
+      } else if (p.codes == kNoCodes) {
+        r.store(v, p.y, to, i, p.type);
+      } else if constexpr (V == 1) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+          float one[1] = {v[e]};
+          if (i + e * g.lanes < r.count) coding.write(one, static_cast<u8*>(p.y) + to + i + e * g.lanes, p.codes);
+        }
+      } else {
+        coding.write(v, static_cast<u8*>(p.y) + to + i64(i) * V, p.codes);
+      }
+    });
+    if (pass == 1) continue;
+    group_reduce<true>(largest, MaxBits{}, g, shared_codes);
+    coding = Coding(largest[0], p.codes);
+    if (publishes) p.scales[row] = coding.scale;
   }
 }
 

@@ -54,6 +54,12 @@ struct Grid {
   }
 };
 
+#define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&::flexops::norm::__VA_ARGS__)
+
+/// Kernels of norm_forward_codes.cu: forward_codes whose threads hold so many vectors, and forward_rows, of vectors or of elements.
+const void* codes_kernel(NormType type, int items);
+const void* rows_kernel(NormType type, bool vectors);
+
 template <typename P>
 void launch(const void* kernel, P& p, dim3 blocks, int64_t threads, int64_t shared_bytes, void* stream) {
   constexpr int64_t kWithoutAsking = 40000;

@@ -85,24 +85,32 @@ __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS
     if (!c.symmetric) store<kStores>(reinterpret_cast<Vector<kBytes>*>(scales + p.inner), narrow(minimum, kType, Bits<kBytes>{}));
   }
   u8* out = static_cast<u8*>(p.out) + t.line * p.group_bytes * p.inner + t.column;
+  constexpr int kPart =
+      kType == kF32 ? kColumnRows / 2 : kColumnRows;  // code for each row is much to compile; 16-bit ones are slower by parts
+#pragma unroll 1
+  for (int part = 0; part < kColumnRows; part += kPart) {
 #pragma unroll
-  for (int k = 0; k < kColumnRows; k += 2) {
-    if (row_of(k) >= group_size) break;
-    float value[2][N];
-    u32 code[2][N];
-    widen(value[0], data[k], kType);
-    widen(value[1], data[k + 1], kType);
-    const bool even = row_of(k) < rows, odd = row_of(k + 1) < rows;
+    for (int k = 0; k < kPart; k += 2) {
+      const int row = row_of(part + k);
+      if (row >= group_size) break;
+      float value[2][N];
+      u32 code[2][N];
+      widen(value[0], data[k], kType);
+      widen(value[1], data[k + 1], kType);
+      const bool even = row < rows, odd = row + 1 < rows;
 #pragma unroll
-    for (int i = 0; i < 2 * N; ++i) code[i / N][i % N] = Group(minimum[i % N], scale[i % N]).code(value[i / N][i % N], c.top, c.round);
-    if (p.bits == 4) {
+      for (int i = 0; i < 2 * N; ++i) code[i / N][i % N] = Group(minimum[i % N], scale[i % N]).code(value[i / N][i % N], c.top, c.round);
+      if (p.bits == 4) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) code[0][i] = code[0][i] * 16u + code[1][i];
-      store_bytes(out + row_of(k) / 2 * p.inner, code[0], c.flip, whole, (even ? 0xf0f0f0f0u : 0u) | (odd ? 0x0f0f0f0fu : 0u));
-    } else {
-      store_bytes(out + row_of(k) * p.inner, code[0], 0u, whole, even ? ~0u : 0u);
-      if (row_of(k + 1) < group_size) store_bytes(out + row_of(k + 1) * p.inner, code[1], 0u, whole, odd ? ~0u : 0u);
+        for (int i = 0; i < N; ++i) code[0][i] = code[0][i] * 16u + code[1][i];
+        store_bytes(out + row / 2 * p.inner, code[0], c.flip, whole, (even ? 0xf0f0f0f0u : 0u) | (odd ? 0x0f0f0f0fu : 0u));
+      } else {
+        store_bytes(out + row * p.inner, code[0], 0u, whole, even ? ~0u : 0u);
+        if (row + 1 < group_size) store_bytes(out + (row + 1) * p.inner, code[1], 0u, whole, odd ? ~0u : 0u);
+      }
     }
+#pragma unroll
+    for (int k = 0; k < kColumnRows - kPart; ++k) data[k] = data[k + kPart];
   }
 }
 

@@ -8,6 +8,8 @@
 
 namespace flexops::quant {
 
+constexpr int kPart = kVectors / 2;  // whose values are worked out at once: code for each vector is much to compile
+
 /// Where a vector lies. One beyond a row's end pads the row's last group and stands for the group's first, as does an idle lane's; one
 /// beyond everything stands for the very first: reading there changes no group, and nobody has to ask before.
 struct Place {
@@ -248,10 +250,15 @@ __global__ void __launch_bounds__(kRowThreads) dequantize_rows(const FLEXOPS_GRI
             last = (p.total - 1) >> p.log_lanes;
   load_pair(scale, minimum, p, group < last ? group : last);
   const float step = __frcp_rn(scale);
+#pragma unroll 1
+  for (int from = 0; from < kVectors; from += kPart) {
 #pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    const int owner = (u * kNarrowWarp + lane) >> p.log_lanes;
-    store_values<kBytes>(p, place[u], words[u], shuffle(step, owner, kNarrowWarp), shuffle(minimum, owner, kNarrowWarp), d);
+    for (int u = 0; u < kPart; ++u) {
+      const int owner = ((from + u) * kNarrowWarp + lane) >> p.log_lanes;
+      store_values<kBytes>(p, place[u], words[u], shuffle(step, owner, kNarrowWarp), shuffle(minimum, owner, kNarrowWarp), d);
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors - kPart; ++u) words[u] = words[u + kPart], place[u] = place[u + kPart];
   }
 }
 

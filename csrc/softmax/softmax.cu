@@ -24,21 +24,7 @@ Kernel rows_kernel() {
 
 template <bool kMasked>
 Kernel rows_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? rows_kernel<softmax::kF32, true>()
-         : type == SoftmaxType::f16 ? rows_kernel<softmax::kF16, kMasked>()
-                                    : rows_kernel<softmax::kBf16, kMasked>();
-}
-
-const void* added_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kF32>)
-         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kF16>)
-                                    : reinterpret_cast<const void*>(&softmax::softmax_added<softmax::kBf16>);
-}
-
-const void* general_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kF32>)
-         : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kF16>)
-                                    : reinterpret_cast<const void*>(&softmax::softmax_general<softmax::kBf16>);
+  return type == SoftmaxType::f32 ? rows_kernel<softmax::kF32, true>() : rows_kernel<softmax::kHalf, kMasked>();
 }
 
 /// Whether softmax_added takes this mask and does better than softmax_general: it adds, each of its rows lies as those of scores do that it
@@ -99,12 +85,11 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
     Grid grid = make_grid(p, rows.type, held, softmax::kMostOfAdded);
     if (grid.holds) {
       spread(p, grid);
-      return launch(added_kernel(rows.type), p, grid, stream);
+      return launch(FLEXOPS_SOFTMAX_OF(rows.type, softmax_added), p, grid, stream);
     }
   }
-  const int held = f32 ? softmax::kGeneralHeld<softmax::kF32> : softmax::kGeneralHeld<softmax::kBf16>;
-  const Grid grid = make_grid(p, rows.type, held, softmax::kMostThreads);
-  if (grid.holds) return launch(general_kernel(rows.type), p, grid, stream);
+  const Grid grid = make_grid(p, rows.type, softmax::kGeneralHeld, softmax::kMostThreads);
+  if (grid.holds) return launch(FLEXOPS_SOFTMAX_OF(rows.type, softmax_general), p, grid, stream);
   return softmax_long_masked(p, rows.type, stream);
 }
 

@@ -17,6 +17,8 @@
 #pragma once
 
 #include "common/divisor.cuh"
+#include "common/halves.cuh"
+#include "common/held.cuh"
 #include "common/rows.cuh"
 
 namespace flexops::softmax {
@@ -58,12 +60,14 @@ struct Params {
   i64 mask_strides[kMaskDims];
   i64 row_steps[3], mask_steps[3];  // masks that add, if `gridded`: rows and the mask's elements from one block to the next, by dimensions
   bool gridded;
+  bool is_f16;  // of the types of 16 bits
   int length;
   int mask_dims, mask_step;
   Mask mask_kind;
   int lanes, log_lanes;  // threads that share a row: a power of two up to 32; or the block
   float scale;
   u32 flip;    // forward: signs to change before scaling
+  u32 lowest;  // a word of -inf
   int chunks;  // long rows and backward: of a row, each as much as its threads hold
 };
 
@@ -154,8 +158,8 @@ FLEXOPS_DEVICE float find_base(float maximum, float scale) {
 }
 
 template <Type type>
-FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, float scale, float base) {
-  widen<type>(powers, scores);
+FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale, float base) {
+  widen<type>(powers, scores, is_f16);
 #pragma unroll
   for (int i = 0; i < kVector<type>; ++i) powers[i] = power<type>(__fmaf_rn(powers[i], scale, -base));
 }
@@ -169,40 +173,9 @@ FLEXOPS_DEVICE void forget(float& number) {
 #endif
 }
 
-/// A word of -inf.
-template <Type type>
-constexpr u32 kLowest = type == kF32   ? 0xff800000u
-                        : type == kF16 ? 0xfc00fc00u
-                                       : 0xff80ff80u;
-
-FLEXOPS_DEVICE u32 choose(u32 keep, u32 value, u32 other) { return (value & keep) | (other & ~keep); }
-
-/// Whether all of the elements [at, at + kVector) are in a row of `length`, or none of them behind its begin is.
-template <Type type>
-FLEXOPS_DEVICE bool is_whole(int at, int length) {
-  return (at >= 0 && at + kVector<type> <= length) || at >= length;
-}
-
-FLEXOPS_DEVICE bool is_inside(int at, int length) { return static_cast<u32>(at) < static_cast<u32>(length); }
-
-/// Where a row begins or ends within the elements [at, at + kVector), those outside of it become `other`'s.
-template <Type type>
-FLEXOPS_DEVICE void limit(Packed& values, int at, int length, u32 other) {
-  constexpr int N = kVector<type>;
-  if (is_whole<type>(at, length)) return;
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    u32 keep = 0;
-#pragma unroll
-    for (int i = w * N / 4; i < (w + 1) * N / 4; ++i)
-      if (is_inside(at + i, length)) keep |= type == kF32 ? ~0u : 0xffffu << (i % 2 * 16);
-    values.at[w] = choose(keep, values.at[w], other);
-  }
-}
-
 /// Exponents outside of the row become -inf.
 template <Type type>
-FLEXOPS_DEVICE void limit(float* s, int at, int length) {
+FLEXOPS_DEVICE void limit_exponents(float* s, int at, int length) {
   if (at >= 0 && at + kVector<type> <= length) return;
 #pragma unroll
   for (int i = 0; i < kVector<type>; ++i) s[i] = is_inside(at + i, length) ? s[i] : -infinity();
@@ -210,35 +183,40 @@ FLEXOPS_DEVICE void limit(float* s, int at, int length) {
 
 /// Writes powers / sum, and zeros beyond `length`.
 template <Type type>
-FLEXOPS_DEVICE void store_results(Element<type>* out, float* powers, float sum, float inverse, int at, int length, int end) {
+FLEXOPS_DEVICE void store_results(Element<type>* out, float* powers, bool is_f16, float sum, float inverse, int at, int length, int end) {
   Packed results = {{0, 0, 0, 0}};
   if (at < length) {
 #pragma unroll
     for (int i = 0; i < kVector<type>; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
-    results = narrow<type>(powers);
-    limit<type>(results, at, length, 0);
+    results = narrow<type>(powers, is_f16);
+    limit_end<type>(results, at, length, 0);
   }
   store_vector<type, kWrite>(out, at, end, results);
 }
 
 /// The greatest element of V vectors; NaN may count or not.
 template <Type type, int V>
-FLEXOPS_DEVICE float highest_of(const Packed (&values)[V]) {
+FLEXOPS_DEVICE float highest_of(const Packed (&values)[V], bool is_f16) {
   constexpr int N = kVector<type>;
 #if FLEXOPS_HAS_MIN2
   if constexpr (type != kF32) {  // two at a time
     float s[N];
     Packed most = values[0];
+    if (is_f16) {
 #pragma unroll
-    for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<Element<type>>(most.at[i % 4], values[i / 4].at[i % 4]);
-    widen<type>(s, most);
+      for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<f16>(most.at[i % 4], values[i / 4].at[i % 4]);
+    } else {
+#pragma unroll
+      for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<bf16>(most.at[i % 4], values[i / 4].at[i % 4]);
+    }
+    widen<type>(s, most, is_f16);
     return max_tree<N>(s);
   } else
 #endif
   {
     float s[V * N];
 #pragma unroll
-    for (int k = 0; k < V; ++k) widen<type>(s + k * N, values[k]);
+    for (int k = 0; k < V; ++k) widen<type>(s + k * N, values[k], is_f16);
     return max_tree<V * N>(s);
   }
 }

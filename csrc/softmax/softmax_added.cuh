@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
   const float scale = p.scale * kUnit<type>;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    widen<type>(scores, raw[k]);
+    widen<type>(scores, raw[k], p.is_f16);
 #pragma unroll
     for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(s[k * N + i], kUnit<type>, scores[i] * scale);
-    limit<type>(s + k * N, first + k * step, length);
+    limit_exponents<type>(s + k * N, first + k * step, length);
   }
   const float maximum = settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
@@ -92,8 +92,10 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     const int at = first + k * step;
-    if (at >= p.length) break;
-    store_results<type>(out, s + k * N, sum, inverse, at, length, p.length);
+    if (at >= length) break;
+#pragma unroll
+    for (int i = k * N; i < (k + 1) * N; ++i) s[i] = divide<type>(s[i], sum, inverse);
+    store_vector<type, kWrite>(out, at, length, narrow<type>(s + k * N, p.is_f16));
   }
 }
 

@@ -9,18 +9,12 @@ namespace flexops {
 
 const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
-  const void* kernel = type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF32>)
-                       : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kF16>)
-                                                  : reinterpret_cast<const void*>(&softmax::softmax_long<softmax::kBf16>);
-  return launch(kernel, p, grid, stream);
+  return launch(FLEXOPS_SOFTMAX_OF(type, softmax_long), p, grid, stream);
 }
 
 const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
-  const void* kernel = type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kF32>)
-                       : type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kF16>)
-                                                  : reinterpret_cast<const void*>(&softmax::softmax_long_masked<softmax::kBf16>);
-  return launch(kernel, p, grid, stream);
+  return launch(FLEXOPS_SOFTMAX_OF(type, softmax_long_masked), p, grid, stream);
 }
 
 namespace {
@@ -36,9 +30,7 @@ bool launch_whole(Params p, SoftmaxType type, void* stream, const char*& error) 
   int64_t together = softmax::kWholeThreads / p.lanes;
   while (p.rows % together != 0) --together;
   grid.blocks[0] = p.rows / together, grid.threads[1] = together;
-  error = launch(type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_backward_whole<softmax::kF16>)
-                                          : reinterpret_cast<const void*>(&softmax::softmax_backward_whole<softmax::kBf16>),
-                 p, grid, stream);
+  error = launch(FLEXOPS_SOFTMAX(softmax_backward_whole, softmax::kHalf), p, grid, stream);
   return true;
 }
 
@@ -51,9 +43,9 @@ const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const v
   const char* error = nullptr;
   if (launch_whole(p, rows.type, stream, error)) return error;
   const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
-  const void* kernel = rows.type == SoftmaxType::f32   ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF32>)
-                       : rows.type == SoftmaxType::f16 ? reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kF16>)
-                                                       : reinterpret_cast<const void*>(&softmax::softmax_backward_rows<softmax::kBf16>);
+  const void* kernel = rows.type == SoftmaxType::f32   ? FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kF32)
+                       : rows.type == SoftmaxType::f16 ? FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kF16)
+                                                       : FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kBf16);
   return launch(kernel, p, grid, stream);
 }
 

@@ -6,9 +6,7 @@
 
 namespace flexops::softmax {
 
-template <Type type>
-constexpr int kGeneralHeld = type == kF32 ? 8 : 4;  // vectors of a row that a thread holds
-constexpr int kMaskedLongHeld = 4;
+constexpr int kGeneralHeld = 4, kMaskedLongHeld = 4;  // vectors of a row that a thread holds
 
 FLEXOPS_DEVICE float half_to_float(u32 half, Mask kind) {
   return kind == kAddBf16 ? bit_cast<float>(half << 16) : to_float(f16{static_cast<u16>(half)});
@@ -92,9 +90,9 @@ FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
 
 /// Elements [at, at + kVector) as exponents: scaled, masked, -inf where they take no part.
 template <Type type>
-FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, float scale, const MaskRow& m, int at, int length) {
+FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, float scale, const MaskRow& m, int at, int length) {
   constexpr int N = kVector<type>;
-  widen<type>(s, raw);
+  widen<type>(s, raw, is_f16);
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(s[i], scale, m.bias);
   if (m.row != nullptr && at < length) apply_mask<type>(s, m, at, length);
@@ -107,7 +105,7 @@ FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, float scale, con
 /// Rows of up to lanes * kGeneralHeld vectors.
 template <Type type>
 __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kGeneralHeld<type>;
+  constexpr int N = kVector<type>, V = kGeneralHeld;
   using T = Element<type>;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
   float s[V * N];
   const float scale = p.scale * kUnit<type>;
 #pragma unroll
-  for (int k = 0; k < V; ++k) make_exponents<type>(s + k * N, raw[k], scale, mask, first + k * step, length);
+  for (int k = 0; k < V; ++k) make_exponents<type>(s + k * N, raw[k], p.is_f16, scale, mask, first + k * step, length);
   const float maximum = settle(reduce_row(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
   for (int i = 0; i < V * N; ++i) s[i] = power<type>(s[i] - maximum);
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
   T* out = static_cast<T*>(p.out) + place.row * p.length;
 #pragma unroll
   for (int k = 0; k < V; ++k)
-    if (first + k * step < p.length) store_results<type>(out, s + k * N, sum, inverse, first + k * step, length, p.length);
+    if (first + k * step < p.length) store_results<type>(out, s + k * N, p.is_f16, sum, inverse, first + k * step, length, p.length);
 }
 
 /// Rows of any length, a block each; read twice if they are longer than its threads hold, as in softmax_long.
@@ -175,12 +173,12 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
       raw[V - 1] = vector;  // in turn, because code for each of them is much to compile
       const int at = from + k * step;
       if (at >= (writes ? p.length : length)) continue;
-      make_exponents<type>(s, vector, scale, mask, at, length);
+      make_exponents<type>(s, vector, p.is_f16, scale, mask, at, length);
       const float highest = writes ? maximum : fmaxf(maximum, max_tree<N>(s)), base = settle(highest);
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = power<type>(s[i] - base);
       if (writes) {
-        store_results<type>(out, s, sum, inverse, at, length, p.length);
+        store_results<type>(out, s, p.is_f16, sum, inverse, at, length, p.length);
       } else {
         sum = sum * power<type>(maximum - base) + sum_tree<N>(s);
         maximum = highest;

@@ -31,6 +31,8 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   p.mask_dims = p.mask_step = 0;
   p.mask_kind = softmax::kNoMask;
   p.gridded = false;
+  p.is_f16 = rows.type == SoftmaxType::f16;
+  p.lowest = rows.type == SoftmaxType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;
   p.scale = rows.scale, p.flip = 0;
   return p;
 }
@@ -70,6 +72,11 @@ const char* launch(const void* kernel, Params& p, const Grid& grid, void* stream
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+
+/// A kernel's pointer (because each <<<>>> costs build time).
+#define FLEXOPS_SOFTMAX(kernel, ...) reinterpret_cast<const void*>(&softmax::kernel<__VA_ARGS__>)
+#define FLEXOPS_SOFTMAX_OF(type, kernel) \
+  (type == SoftmaxType::f32 ? FLEXOPS_SOFTMAX(kernel, softmax::kF32) : FLEXOPS_SOFTMAX(kernel, softmax::kHalf))
 
 }  // namespace
 }  // namespace flexops

@@ -12,21 +12,18 @@ constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
 
 /// A chunk of V vectors: those of elements [from, from + kVector) and so on, `step` apart. What is not in the row of `length` becomes -inf.
 template <Type type, Cache cache, int V>
-FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const Element<type>* x, int from, int step, int length, u32 flip) {
-  const u32 lowest = kLowest<type> ^ flip;
+FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const Element<type>* x, int from, int step, int length, const Params& p) {
+  const u32 lowest = p.lowest ^ p.flip;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
     if (from + k * step < length) scores[k] = load_vector<type, cache>(x, from + k * step);
   }
+  if (p.flip != 0) {
 #pragma unroll
-  for (int k = 0; k < V; ++k) {
-    if (flip != 0) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) scores[k].at[w] ^= flip;
-    }
-    limit<type>(scores[k], from + k * step, length, kLowest<type>);
+    for (int i = 0; i < V * 4; ++i) scores[i / 4].at[i % 4] ^= p.flip;
   }
+  limit_all<type>(scores, from, step, length, p.lowest);
 }
 
 template <Type type>
@@ -44,14 +41,14 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
 #pragma unroll 1
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
     const int from = first + chunk * V * step;
-    load_scores<type, kRead>(scores, x, from, step, length, p.flip);
-    const float highest = Max{}(find_base(highest_of<type>(scores), scale), base);
+    load_scores<type, kRead>(scores, x, from, step, length, p);
+    const float highest = Max{}(find_base(highest_of<type>(scores, p.is_f16), scale), base);
     sum *= power<type>(base - settle(highest));
     base = highest;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (from + k * step >= length) continue;
-      make_powers<type>(s, scores[k], scale, settle(base));
+      make_powers<type>(s, scores[k], p.is_f16, scale, settle(base));
       sum += sum_tree<N>(s);
     }
   }
@@ -62,13 +59,13 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
 #pragma unroll 1
   for (int chunk = p.chunks - 1; chunk >= 0; --chunk) {
     const int from = first + chunk * V * step;
-    if (chunk != p.chunks - 1) load_scores<type, Cache::streaming>(scores, x, from, step, length, p.flip);
+    if (chunk != p.chunks - 1) load_scores<type, Cache::streaming>(scores, x, from, step, length, p);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = from + k * step;
       if (at >= p.length) continue;
-      make_powers<type>(s, scores[k], scale, top);
-      store_results<type>(out, s, sum, inverse, at, length, p.length);
+      make_powers<type>(s, scores[k], p.is_f16, scale, top);
+      store_results<type>(out, s, p.is_f16, sum, inverse, at, length, p.length);
     }
   }
 }

@@ -48,13 +48,13 @@ FLEXOPS_DEVICE void read_boolean(u32 (&words)[V][N / 4], const char* row, int fr
 
 /// Elements for which the mask has false become -inf.
 template <Type type>
-FLEXOPS_DEVICE void apply_boolean(Packed& values, const u32* words) {
+FLEXOPS_DEVICE void apply_boolean(Packed& values, const u32* words, u32 lowest) {
   constexpr int N = kVector<type>;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const u32 bytes = (words[w * N / 16] & 0x01010101u) * 0xffu;
     const u32 keep = __byte_perm(bytes, 0, type == kF32 ? 0x1111u * w : 0x1100u + 0x2222u * (w % 2));
-    values.at[w] = choose(keep, values.at[w], kLowest<type>);
+    values.at[w] = choose(keep, values.at[w], lowest);
   }
 }
 

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
   const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
   int length = visible(p, place.row);
-  const u32 lowest = kLowest<type> ^ p.flip;
+  const u32 lowest = p.lowest ^ p.flip;
   Packed scores[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
@@ -51,16 +51,20 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     const int at = first + k * step;
-    if (kMasked && bytewise && at < length) apply_boolean<type>(scores[k], words[k]);
-    limit<type>(scores[k], at, length, kLowest<type>);
+    if (kMasked && bytewise && at < length) apply_boolean<type>(scores[k], words[k], p.lowest);
+    if (k == 0) {
+      limit<type>(scores[k], at, length, p.lowest);
+    } else {
+      limit_end<type>(scores[k], at, length, p.lowest);
+    }
   }
-  const float maximum = settle(reduce_row(highest_of<type>(scores), Max{}, -infinity(), p.lanes, maxima));
+  const float maximum = settle(reduce_row(highest_of<type>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima));
   const float scale = p.scale * kUnit<type>;
   float base = find_base(maximum, scale), sum = 0.0f, powers[N];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     if (first + k * step >= length) continue;
-    make_powers<type>(powers, scores[k], scale, base);
+    make_powers<type>(powers, scores[k], p.is_f16, scale, base);
     sum += sum_tree<N>(powers);
     if constexpr (type == kF32) scores[k] = narrow<type>(powers);
   }
@@ -78,12 +82,12 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
       if constexpr (type == kF32) {
         widen<type>(powers, scores[k]);
       } else {  // again, which is cheaper than the registers to keep them: rows under way are what hides memory's latency
-        make_powers<type>(powers, scores[k], scale, base);
+        make_powers<type>(powers, scores[k], p.is_f16, scale, base);
       }
 #pragma unroll
       for (int i = 0; i < N; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
-      results = narrow<type>(powers);
-      limit<type>(results, at, length, 0);
+      results = narrow<type>(powers, p.is_f16);
+      limit_end<type>(results, at, length, 0);
     }
     store_vector<type, kWrite>(out, at, p.length, results);
   }

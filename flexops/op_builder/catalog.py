@@ -44,11 +44,11 @@ CATALOG: tuple[OpSpec, ...] = (
     OpSpec(
         "norm",
         ops=(
-            *("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized", "add_rms_norm_quantized"),
-            *("layer_norm_backward", "rms_norm_backward"),
+            *(f"{name}{way}" for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm") for way in ("", "_plain", "_forward")),
+            *("rms_norm_quantized", "add_rms_norm_quantized", "layer_norm_backward", "rms_norm_backward"),
         ),
         cpu_sources=("norm/norm_cpu.cpp",),
-        cuda_sources=("norm/norm_forward.cu", "norm/norm_backward.cu"),
+        cuda_sources=("norm/norm_forward.cu", "norm/norm_forward_codes.cu", "norm/norm_backward.cu"),
     ),
 )
 

@@ -38,6 +38,7 @@ WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
 # The encoding of torch 2.11 that torch/csrc/stable/macros.h expects: major in the highest byte, minor in the next.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
 _RECIPE = Path(__file__).resolve()
 
 
@@ -133,8 +134,10 @@ def plan_op(
         ToolchainError: a part of the toolchain that this build needs is missing.
     """
     torch, steps = _require(toolchain, device), _compile_steps(spec, device, toolchain, csrc, architectures)
-    library = f"flexops_{spec.name}_{device}.so"
-    steps.append(_link_step(device, toolchain, [step.output for step in steps], library))
+    library, objects = f"flexops_{spec.name}_{device}.so", [step.output for step in steps]
+    if torch.stable_abi:
+        steps.append(_stub_step(toolchain, csrc))
+    steps.append(_link_step(device, toolchain, objects, library))
     threads = nvcc_threads or spare_threads(tuple(steps), resources, len(architectures))
     steps = [step._replace(memory_bytes=step.memory_bytes + (threads - 1) * DEVICE_THREAD_BYTES) if step.kind == "device" else step for step in steps]
     jobs = choose_jobs(tuple(steps), resources, max_jobs)
@@ -252,14 +255,25 @@ def _compile_steps(
     assert cuda is not None
     from ..compute_capability import gencodes
 
-    for source in spec.cuda_sources:
+    for source in spec.cuda_sources:  # -O1 is for the host's part, the launchers: device code is optimized in full without being asked
         output = f"{Path(source).stem}.cu.o"
         command = (
-            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O3", WITHOUT_SPECIAL_FUNCTIONS, "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O1", WITHOUT_SPECIAL_FUNCTIONS, "-Xcompiler", "-fPIC,-fvisibility=hidden"),
             *(for_nvcc(f"-I{csrc}"), device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
         )
         steps.append(Step("device", output, (str(csrc / source),), command, DEVICE_STEP_BYTES))
     return steps
+
+
+def _stub_step(toolchain: Toolchain, csrc: Path) -> Step:
+    """A library with libtorch_cpu.so's name and the functions of the stable ABI that bindings may call, to link against in the place of the real one.
+
+    To read that takes the linker half a second, ten times what all the rest does. A function that is not declared is not found here either.
+    """
+    host, header = toolchain.host, str(csrc / "common" / "torch_abi.h")
+    assert host is not None
+    command = (str(host.path), "-shared", "-nostdlib", "-fPIC", "-w", f"-Wl,-soname,{TORCH_LIBRARY}", "-DFLEXOPS_TORCH_BODY={return(0);}")
+    return Step("link", TORCH_STUB, (header,), (*command, "-x", "c++", header, "-o", TORCH_STUB))
 
 
 def _link_step(device: DeviceType, toolchain: Toolchain, objects: list[str], library: str) -> Step:
@@ -267,11 +281,14 @@ def _link_step(device: DeviceType, toolchain: Toolchain, objects: list[str], lib
     assert torch is not None
     assert host is not None
     # Stripped (-s): a third smaller, and the whole file is read and hashed at every start.
-    command = [str(host.path), "-shared", "-s", *objects, "-o", library, f"-L{torch.library_dir}", "-ltorch_cpu"]
+    command = [str(host.path), "-shared", "-s", *objects, "-o", library]
     # Static libraries are hidden, so that two copies in one process never bind to one another's symbols: the CUDA runtime, and libstdc++ where g++ links
     # it so (with the stable ABI only: through the classic one C++ objects cross). What is not used of them goes: that halves their part.
-    command += ["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"] if torch.stable_abi else ["-Wl,--exclude-libs,libcudart_static.a", "-lc10"]
+    if torch.stable_abi:
+        command += [TORCH_STUB, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"]
+    else:
+        command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,libcudart_static.a"]
     if device == "cuda" and cuda:
         command += [*(f"-L{path}" for path in cuda.library_dirs), "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
-    return Step("link", library, tuple(objects), tuple(command))
+    return Step("link", library, (*objects, *([TORCH_STUB] if torch.stable_abi else [])), tuple(command))
 

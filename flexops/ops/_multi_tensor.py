@@ -90,11 +90,15 @@ def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
 
     Args:
         name: the op's, without namespace.
-        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element; every other list, tensors of their parameters' shapes.
+        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element, or one contiguous tensor of as many elements as there are
+            parameters; every other list, tensors of their parameters' shapes.
         scalars: float32 tensors of one element on the parameters' device, or None.
     """
     (first, (params, _)), *_ = lists.items()
     for label, (tensors, dtypes) in lists.items():
+        if label == "state_steps" and _are_joined(tensors, params):
+            _check_tensor(f"flexops::{name}: {label}[0]", tensors[0], dtypes, first, params)
+            continue
         if len(tensors) != len(params):
             raise ValueError(f"flexops::{name}: {label} must hold {len(params)} tensors, as {first} does, got {len(tensors)}")
         for index, tensor in enumerate(tensors):
@@ -112,6 +116,16 @@ def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
             raise TypeError(f"flexops::{name}: {label} must be a float32 tensor of one element")
         if params and scalar.device != params[0].device:
             raise ValueError(f"flexops::{name}: {label} must be on the device of {first}, {params[0].device}, got {scalar.device}")
+
+
+def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:
+    """Whether one tensor holds all parameters' step counts."""
+    return len(steps) == 1 < len(params) and isinstance(steps[0], Tensor) and steps[0].shape == (len(params),) and steps[0].is_contiguous()
+
+
+def each_step(steps: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """A tensor of one element for each parameter's step count, also where one tensor holds them all."""
+    return list(steps[0].unbind()) if _are_joined(steps, params) else steps
 
 
 def _check_tensor(where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]) -> None:

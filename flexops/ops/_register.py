@@ -8,6 +8,7 @@ chooses between native and reference, and once the library is loaded a call cost
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _apply: dict[Any, Callable[..., Any]] = {}
 """Their ``apply``, less the Python that torch puts before it for functorch's sake."""
+_plain: dict[Any, Callable[..., Any]] = {}
+"""Their twins below autograd, as ``call`` calls them."""
+public: dict[Any, Any] = {}
+"""For each op below autograd that stands in for another with the same arguments, that one."""
 _checks: dict[Any, Callable[..., None]] = {}
 references: dict[Any, Callable[..., Any]] = {}
 """Each op's reference, which is what tests hold native kernels against."""
@@ -38,6 +43,9 @@ def define(
     check: Callable[..., None] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
+    forward: Any = None,
+    plain: bool = False,
+    below_autograd: bool = False,
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
 ) -> None:
     """Define ``torch.ops.flexops.<name>``.
@@ -53,6 +61,11 @@ def define(
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
             coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
+        forward: an op below autograd with the same arguments, which runs instead where there will be a gradient. Behind this op's results it has what
+            ``backward`` needs; ``setup_context`` gets all of them.
+        plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``call`` takes that one where nothing requires a gradient, and
+            is spared the guard that keeps the op from coming back to Python, which takes torch as long as a small tensor does.
+        below_autograd: the op is invisible to autograd: its results never require a gradient, and it is not for users.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
@@ -62,8 +75,16 @@ def define(
     references[op] = reference
     if check is not None:
         _checks[op] = check
+    if below_autograd:
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if plain:
+        define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, below_autograd=True, tags=tags)
+        twin = getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default
+        _plain[op], public[twin] = twin._op, op
+    if forward is not None:
+        public[forward] = op
     if backward is not None and setup_context is not None:
-        _differentiable[op] = _function(op, setup_context, backward)
+        _differentiable[op] = _function(op, forward, setup_context, backward)
         _apply[op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
         _library.impl(name, functools.partial(_autograd, op), "Autograd")
 
@@ -86,6 +107,8 @@ def call(op: Any, *args: Any) -> Any:
     try:
         if torch.is_grad_enabled() and _requires_grad(*args):
             return _apply[op](*args)
+        if op in _plain:
+            return _plain[op](*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op._op(*args)  # which is what op(*args) calls
     except (RuntimeError, TypeError):
@@ -102,15 +125,22 @@ def _autograd(op: Any, *args: Any) -> Any:
         return op._op(*args)
 
 
-def _function(op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    count = len(op._schema.returns)
+    shown = operator.itemgetter(0 if count == 1 else slice(count))
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                results = op._op(*args)
             ctx.set_materialize_grads(False)
+            if below is None:
+                with torch._C._AutoDispatchBelowAutograd():
+                    results = op._op(*args)
+                setup_context(ctx, args, results)
+                return results
+            results = below._op(*args)
             setup_context(ctx, args, results)
-            return results
+            return shown(results)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _SCHEMA = (
@@ -91,7 +91,7 @@ def _reference(
     _check([params, grads, sums, state_steps], lr_tensor, grad_scale, found_inf)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = Writer(found_inf)
-    for param, grad_, sum_, steps in zip(params, grads, sums, state_steps, strict=True):
+    for param, grad_, sum_, steps in zip(params, grads, sums, each_step(state_steps, params), strict=True):
         step = steps + 1
         writer.put(steps, step)
         grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
@@ -64,7 +64,8 @@ def adam_(
         grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
         exp_avgs, exp_avg_sqs: float32, of their parameters' shapes, written.
         max_exp_avg_sqs: with ``amsgrad``, float32 and of their parameters' shapes, written; without, ignored.
-        state_steps: float32 tensors of one element: how many steps were made before; incremented.
+        state_steps: float32 tensors of one element, or one contiguous tensor of as many as there are parameters (which costs the host less): how
+            many steps were made before; incremented.
         lr: learning rate. A float32 tensor of one element on the parameters' device is read when the step runs, so it can change under a captured
             graph; a tensor on the CPU, for parameters that are not, is read at once.
         beta1, beta2: decay rates of the two averages, in [0, 1).
@@ -170,6 +171,7 @@ def _reference_step(
     writer = Writer(found_inf)
     put = writer.put
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *copies = lists
+    steps = each_step(steps, params)
     for i, param in enumerate(params):
         step = steps[i] + 1
         put(steps[i], step)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 BLOCK = 256
@@ -64,7 +64,7 @@ def adam8bit_(
         exp_avg_sqs: uint8, of their parameters' shapes, written. Zero to begin with.
         exp_avg_scales, exp_avg_sq_scales: contiguous float32 of at least ceil(elements / 256) elements, of which that many are written. Zero to
             begin with.
-        state_steps: float32 tensors of one element: how many steps were made before; incremented.
+        state_steps: as in :func:`flexops.adam_`.
         eps: as in :func:`flexops.adam_`, but at least 1e-30.
         lr, beta1, beta2, weight_decay, maximize, decoupled, grad_scale, found_inf: see :func:`flexops.adam_`.
 
@@ -183,6 +183,7 @@ def _reference(
     lists = [params, grads, exp_avgs, exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, state_steps]
     _check(lists, lr_tensor, grad_scale, found_inf)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
+    lists[-1] = each_step(state_steps, params)
     writer = Writer(found_inf)
     for param, grad_, codes1, codes2, scales1, scales2, steps in zip(*lists, strict=True):
         step = steps + 1

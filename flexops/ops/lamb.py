@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
 from ._register import define
 
 _SCHEMA = (
@@ -109,6 +109,7 @@ def _moments_reference(
     """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns ``[parameters, 2]``: the sums of squares of parameter and update."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
     _check("lamb_moments_", lists, grad_scale=grad_scale, found_inf=found_inf)
+    lists[-1] = each_step(state_steps, params)
     writer = Writer(found_inf)
     norms = []
     for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
@@ -141,6 +142,7 @@ def _apply_reference(
     _check("lamb_apply_", lists, lr=lr_tensor, found_inf=found_inf)
     if norms.dtype != torch.float32 or norms.shape != (len(params), 2):
         raise ValueError(f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got {norms.dtype} {list(norms.shape)}")
+    lists[-1] = each_step(state_steps, params)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = Writer(found_inf)
     for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):

@@ -16,6 +16,7 @@ gradients of both results in one pass. Gradients are the same bits every time. T
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         TypeError: a dtype is not as above, or an argument is no tensor.
         ValueError: shapes or devices do not fit, or N or eps is out of range.
     """
-    y: Tensor = call(_LAYER_NORM, x, weight, bias, eps)[0]
+    y: Tensor = call(_LAYER_NORM, x, weight, bias, eps)
     return y
 
 
@@ -61,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y: Tensor = call(_RMS_NORM, x, weight, eps)[0]
+    y: Tensor = call(_RMS_NORM, x, weight, eps)
     return y
 
 
@@ -80,8 +81,8 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, bi
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y, new_residual, _ = call(_ADD_LAYER_NORM, x, residual, weight, bias, eps)
-    return y, new_residual
+    results: tuple[Tensor, Tensor] = call(_ADD_LAYER_NORM, x, residual, weight, bias, eps)
+    return results
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -99,8 +100,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y, new_residual, _ = call(_ADD_RMS_NORM, x, residual, weight, eps)
-    return y, new_residual
+    results: tuple[Tensor, Tensor] = call(_ADD_RMS_NORM, x, residual, weight, eps)
+    return results
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------------------------------
@@ -328,7 +329,6 @@ def _save_add_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> No
 
 def _save(ctx: Any, x: Tensor, normalized: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> None:
     ctx.save_for_backward(normalized, weight, statistics)
-    ctx.mark_non_differentiable(statistics)
     ctx.x_dtype, ctx.bias_dtype = x.dtype, torch.float32 if bias is None else bias.dtype
 
 
@@ -352,21 +352,21 @@ def _rms_gradients(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, 
     return grad_x if need_x else None, grad_weight if need_weight else None
 
 
-def _layer_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _layer_norm_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     return *_layer_gradients(ctx, grad, None, *ctx.needs_input_grad[:3]), None
 
 
-def _rms_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _rms_norm_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     return *_rms_gradients(ctx, grad, None, *ctx.needs_input_grad[:2]), None
 
 
-def _add_layer_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _add_layer_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> tuple[Any, ...]:
     x, residual, weight, bias, _eps = ctx.needs_input_grad
     total, grad_weight, grad_bias = _layer_gradients(ctx, grad, grad_residual, x or residual, weight, bias)
     return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, grad_bias, None
 
 
-def _add_rms_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _add_rms_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> tuple[Any, ...]:
     x, residual, weight, _eps = ctx.needs_input_grad
     total, grad_weight = _rms_gradients(ctx, grad, grad_residual, x or residual, weight)
     return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, None
@@ -389,41 +389,64 @@ define(
     _rms_norm_backward_reference,
     _rms_norm_backward_fake,
 )
-define(
-    "norm",
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+
+
+def _define(name: str, arguments: str, count: int, reference: Any, fake: Any, check: Any, setup_context: Any, backward: Any) -> None:
+    """``name``, whose first ``count`` results are for everybody, and ``<name>_forward``, which has the rows' statistics behind these."""
+    define("norm", f"{name}_forward({arguments}) -> ({', '.join(['Tensor'] * (count + 1))})", reference, fake, check=check, below_autograd=True)
+    shown = operator.itemgetter(0 if count == 1 else slice(count))
+    define(
+        "norm",
+        f"{name}({arguments}) -> {'Tensor' if count == 1 else '(Tensor, Tensor)'}",
+        lambda *args: shown(reference(*args)),
+        lambda *args: shown(fake(*args)),
+        check=check,
+        setup_context=setup_context,
+        backward=backward,
+        forward=getattr(torch.ops.flexops, f"{name}_forward").default,
+        plain=True,
+    )
+
+
+_define(
+    "layer_norm",
+    "Tensor x, Tensor? weight, Tensor? bias, float eps",
+    1,
     _layer_norm_reference,
     _layer_norm_fake,
-    check=lambda x, weight, bias, eps: check("layer_norm", x, None, weight, bias, eps),
-    setup_context=_save_layer_norm,
-    backward=_layer_norm_gradient,
+    lambda x, weight, bias, eps: check("layer_norm", x, None, weight, bias, eps),
+    _save_layer_norm,
+    _layer_norm_gradient,
 )
-define(
-    "norm",
-    "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+_define(
+    "rms_norm",
+    "Tensor x, Tensor? weight, float eps",
+    1,
     _rms_norm_reference,
     _rms_norm_fake,
-    check=lambda x, weight, eps: check("rms_norm", x, None, weight, None, eps),
-    setup_context=_save_rms_norm,
-    backward=_rms_norm_gradient,
+    lambda x, weight, eps: check("rms_norm", x, None, weight, None, eps),
+    _save_rms_norm,
+    _rms_norm_gradient,
 )
-define(
-    "norm",
-    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+_define(
+    "add_layer_norm",
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
+    2,
     _add_layer_norm_reference,
     _add_layer_norm_fake,
-    check=functools.partial(check, "add_layer_norm"),
-    setup_context=_save_add_layer_norm,
-    backward=_add_layer_norm_gradient,
+    functools.partial(check, "add_layer_norm"),
+    _save_add_layer_norm,
+    _add_layer_norm_gradient,
 )
-define(
-    "norm",
-    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
+_define(
+    "add_rms_norm",
+    "Tensor x, Tensor residual, Tensor? weight, float eps",
+    2,
     _add_rms_norm_reference,
     _add_rms_norm_fake,
-    check=lambda x, residual, weight, eps: check("add_rms_norm", x, residual, weight, None, eps),
-    setup_context=_save_add_rms_norm,
-    backward=_add_rms_norm_gradient,
+    lambda x, residual, weight, eps: check("add_rms_norm", x, residual, weight, None, eps),
+    _save_add_rms_norm,
+    _add_rms_norm_gradient,
 )
 _LAYER_NORM, _LAYER_NORM_BACKWARD = torch.ops.flexops.layer_norm.default, torch.ops.flexops.layer_norm_backward.default
 _RMS_NORM, _RMS_NORM_BACKWARD = torch.ops.flexops.rms_norm.default, torch.ops.flexops.rms_norm_backward.default
@@ -448,8 +471,8 @@ def self_check(device: str) -> float:
         return results
 
     with torch.no_grad():
-        _, total, statistics = compare(ops.add_layer_norm, _add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+        _, total, statistics = compare(ops.add_layer_norm_forward, _add_layer_norm_reference, x, residual, weight, bias, 1e-5)
         compare(ops.layer_norm_backward, _layer_norm_backward_reference, grad, x, total, weight, statistics, True, True, True, torch.float32)
-        _, statistics = compare(ops.rms_norm, _rms_norm_reference, x, weight, 1e-6)
+        _, statistics = compare(ops.rms_norm_forward, _rms_norm_reference, x, weight, 1e-6)
         compare(ops.rms_norm_backward, _rms_norm_backward_reference, grad, None, x, weight, statistics, True, True)
     return worst

@@ -6,7 +6,7 @@ from __future__ import annotations
 import abc
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ _is_sparse = operator.attrgetter("is_sparse")
 class Bucket:
     """The tensors of one call: parameters of one group, on one device and of one kind."""
 
-    __slots__ = ("grads", "kind", "owners", "params", "states")
+    __slots__ = ("grads", "kind", "owners", "params", "states", "steps")
 
     def __init__(self, kind: Hashable = None) -> None:
         self.kind = kind
@@ -31,6 +31,25 @@ class Bucket:
         self.params: list[Tensor] = []  # plain tensors, as are the others
         self.grads: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
+        self.steps: list[Tensor] = []  # the states named step, or one tensor of which they are the elements
+
+
+class _Stored:
+    """The states there are, in the order in which they were made: mostly that of the groups' parameters, and to see that costs less than to look
+    each of them up, because torch hashes a tensor in Python."""
+
+    def __init__(self, state: dict[Any, dict[str, Any]]) -> None:
+        self._params, self._states = list(state), list(state.values())
+        self._next = 0
+
+    def of(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        """The states of these parameters if they are the next ones; else nothing."""
+        here = slice(self._next, self._next + len(params))
+        states = self._states[here]
+        if len(states) != len(params) or not all(map(operator.is_, self._params[here], params)):
+            return []
+        self._next = here.stop
+        return states if all(states) else []
 
 
 class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -52,6 +71,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     @abc.abstractmethod
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Make the step of all tensors of a bucket."""
+
+    _joined: Mapping[Tensor, tuple[list[Tensor], Tensor]] = {}
+    """By the first of the parameters: step counts that are elements of one tensor, and that tensor."""
 
     _may_be_mixed = False  # once parameters were found to be on several devices, complex or the like
 
@@ -81,15 +103,17 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     @_disable_dynamo  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
     def _step_groups(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        stored = _Stored(self.state)
         for group in self.param_groups:
-            self._step_group(group, grad_scale, found_inf)
+            self._step_group(group, stored, grad_scale, found_inf)
 
-    def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_group(self, group: dict[str, Any], stored: _Stored, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         def step(bucket: Bucket) -> None:
             device = bucket.params[0].device
+            bucket.steps = self._joined_steps(bucket)
             self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
 
-        for bucket in self._buckets(group):
+        for bucket in self._buckets(group, stored):
             try:
                 step(bucket)
             except (RuntimeError, TypeError, NotImplementedError):
@@ -122,8 +146,36 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                         wanted = torch.float32 if original.is_floating_point() else original.dtype
                         if value.dtype != wanted and not param.is_complex():
                             self.state[param][name] = original.to(device=param.device, dtype=wanted, copy=True)
+        self._joined = {}
+        for group in self.param_groups:
+            params = [param for param in group["params"] if self.state.get(param)]
+            self._join_steps(params, [self.state[param] for param in params])
 
-    def _buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
+    def _join_steps(self, params: list[Tensor], states: list[dict[str, Any]]) -> None:
+        """Make the counts of parameters that are stepped by one call the elements of one tensor: handed over one by one, they cost as much as the
+        gradients. Only new states may be replaced: to others' memory a captured CUDA graph may point."""
+        alike: dict[Hashable, list[int]] = {}
+        for i, (kind, state) in enumerate(zip(self._kinds(params, states), states, strict=True)):
+            if "step" in state and state["step"].dim() == 0:
+                alike.setdefault((kind, state["step"].device), []).append(i)
+        for places in alike.values():
+            joined = torch.stack([states[i]["step"] for i in places])
+            elements = [joined[k] for k in range(len(places))]
+            for i, element in zip(places, elements, strict=True):
+                states[i]["step"] = element
+            self._joined = {**self._joined, params[places[0]]: (elements, joined)}
+
+    def _joined_steps(self, bucket: Bucket) -> list[Tensor]:
+        """The step counts as they are handed over: as one tensor, if they are all of its elements."""
+        steps = bucket.states.get("step", [])
+        elements, joined = self._joined.get(bucket.owners[0], (steps, None))
+        if joined is None or len(elements) != len(steps) or not all(map(operator.is_, elements, steps)):
+            return steps
+        # Whoever moves states by way of their ``data`` moves all of them: to look at two is enough.
+        at = joined.data_ptr()
+        return [joined] if steps[0].data_ptr() == at and steps[-1].data_ptr() == at + 4 * (len(steps) - 1) else steps
+
+    def _buckets(self, group: dict[str, Any], stored: _Stored) -> Iterable[Bucket]:
         """The group's parameters that have gradients, with everything that belongs to them."""
         # With a thousand parameters this costs as much as their step on a GPU, so what every parameter goes through is a few comprehensions, which
         # make no objects that the garbage collector would count.
@@ -135,8 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             params, grads = list(itertools.compress(params, there)), list(itertools.compress(grads, there))
         if not params:
             return ()
-        every = self.state
-        states = [every[param] or self._initialise(param, group) for param in params]
+        states = stored.of(params) or self._look_up(params, group)
         buckets = self._sorted(self._kinds(params, states), params, grads, states)
         if self._may_be_mixed or not types.union(map(type, params)) - {_NONE} <= PLAIN_TYPES:
             return itertools.chain.from_iterable(map(self._split, buckets))
@@ -144,10 +195,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _sorted(self, kinds: list[Hashable], *lists: list[Any]) -> list[Bucket]:
         """A bucket for each kind, from the lists of parameters, gradients and states."""
-        different = list(dict.fromkeys(kinds))
-        if len(different) == 1:
-            return [self._bucket(different[0], *lists)]
-        return [self._bucket(one, *(list(itertools.compress(each, [kind == one for kind in kinds])) for each in lists)) for one in different]
+        if kinds.count(kinds[0]) == len(kinds):
+            return [self._bucket(kinds[0], *lists)]
+        return [self._bucket(one, *(list(itertools.compress(each, [kind == one for kind in kinds])) for each in lists)) for one in dict.fromkeys(kinds)]
 
     def _bucket(self, kind: Hashable, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> Bucket:
         bucket = Bucket(kind)
@@ -156,10 +206,16 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         bucket.states = {name: [state[name] for state in states] for name in self._states if name in states[0]}
         return bucket
 
-    def _initialise(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = cast(dict[str, Any], self.state[param])
-        state.update(self._make_state(param, group))
-        return state
+    def _look_up(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The parameters' states, made if they are not there."""
+        states = [cast(dict[str, Any], self.state[param]) for param in params]
+        new = not any(states)
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                state.update(self._make_state(param, group))
+        if new:
+            self._join_steps(params, states)
+        return states
 
     def _split(self, mixed: Bucket) -> Iterable[Bucket]:
         """Several devices, DTensors, complex numbers: one bucket for each device, of plain tensors."""

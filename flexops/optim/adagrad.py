@@ -56,6 +56,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             group["fused"] = fused
             for param in group["params"]:  # torch has made states already, of the parameters' dtypes and with steps on the CPU
                 self.state[param] = self._make_state(param, group)
+            self._join_steps(group["params"], [self.state[param] for param in group["params"]])
         self.defaults["fused"] = fused
 
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
 
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
-        lists = bucket.params, bucket.grads, bucket.states["sum"], bucket.states["step"]
+        lists = bucket.params, bucket.grads, bucket.states["sum"], bucket.steps
         op = torch.ops.flexops.adagrad_.default
         run(op, *lists, lr, group["lr_decay"], group["weight_decay"], group["eps"], group["maximize"], lr_tensor, grad_scale, found_inf)
         increment_versions(bucket.params)

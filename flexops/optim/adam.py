@@ -61,7 +61,7 @@ class _FusedAdam(FusedOptimizer):
         lr, lr_tensor = rate_for(group["lr"], bucket)
         beta1, beta2 = group["betas"]
         states = bucket.states
-        lists = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), states["step"]]
+        lists = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), bucket.steps]
         copies = [plain(self._copies[owner]) for owner in bucket.owners] if bucket.kind else []
         op = torch.ops.flexops.adam_copy_.default if copies else torch.ops.flexops.adam_.default
         run(

@@ -72,9 +72,9 @@ class AdamW8bit(FusedOptimizer):
         ops = torch.ops.flexops
         if bucket.kind:
             lists = _row_major(bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"])
-            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], states["step"], *numbers, group["maximize"], True, *rest)
+            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], bucket.steps, *numbers, group["maximize"], True, *rest)
         else:
-            tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], states["step"]]
+            tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], bucket.steps]
             names = "lr", "beta1", "beta2", "eps", "weight_decay"
             options = dict(zip(names, numbers, strict=True)) | dict(zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True))
             run(ops.adam_.default, *tensors, amsgrad=False, maximize=group["maximize"], decoupled=True, **options)

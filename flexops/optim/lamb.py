@@ -61,7 +61,7 @@ class LAMB(FusedOptimizer):
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         numbers = *group["betas"], group["eps"], group["weight_decay"]
-        states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.states["step"]
+        states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.steps
         ops = torch.ops.flexops
         if isinstance(bucket.kind, tuple) and bucket.kind:
             norms = run(ops.lamb_moments_.default, bucket.params, bucket.grads, *states, *numbers, group["maximize"], grad_scale, found_inf)

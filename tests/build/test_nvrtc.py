@@ -16,20 +16,18 @@ from flexops.op_builder import layout
 CSRC = layout.csrc_root()
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 ELEMENTS = ("float", "flexops::f16", "flexops::bf16", "flexops::AnyElement")
-ROW_LOSSES = ("cross_entropy_rows", "cross_entropy_ring", "scale_rows")
+ACTIVATED = ("float", "flexops::activation::AnyHalf", "flexops::AnyElement")
 FLOATS = ("kF32", "kF16", "kBf16")
+SIZES = ("kF32", "kHalf")
 KERNELS = {
     "activation/activation_biased.cuh": (
-        *(f"flexops::activation::biased<{type_}, {erf}, {back}>" for type_ in ELEMENTS for erf in ("false", "true") for back in ("false", "true")),
+        *(f"flexops::activation::biased<{type_}, {erf}>" for type_ in ACTIVATED for erf in ("false", "true")),
         *(f"flexops::activation::biased_sums<{type_}, {erf}>" for type_ in ELEMENTS for erf in ("false", "true")),
+        *(f"flexops::activation::biased_backward<{type_}>" for type_ in ACTIVATED),
         "flexops::activation::bias_gradient",
     ),
     "activation/activation_gated.cuh": tuple(
-        f"flexops::activation::{kernel}<{type_}, {erf}, {pairs}>"
-        for kernel in ("gated", "gated_backward")
-        for type_ in ELEMENTS
-        for erf in ("false", "true")
-        for pairs in ("false", "true")
+        f"flexops::activation::{kernel}<{type_}, {pairs}>" for kernel in ("gated", "gated_backward") for type_ in ACTIVATED for pairs in ("false", "true")
     ),
     "rope/rope.cuh": tuple(f"flexops::rope::rotate<{type_}>" for type_ in ELEMENTS),
     "adam/adam.cuh": ("flexops::adam::step_kernel", "flexops::adam::adam_kernel<false>", "flexops::adam::adam_kernel<true>"),
@@ -48,31 +46,29 @@ KERNELS = {
         *(
             f"flexops::scaled::{kernel}<flexops::rows::{type_}>"
             for kernel in ("quantize_groups", "quantize_short", "find_largest", "cast_chunk")
-            for type_ in ("kF32", "kF16", "kBf16")
+            for type_ in SIZES
         ),
-        *(f"flexops::scaled::quantize_long<flexops::rows::{type_}, {wide}>" for type_ in ("kF32", "kF16", "kBf16") for wide in ("false", "true")),
+        *(f"flexops::scaled::quantize_long<flexops::rows::{which}>" for which in ("kF32, true", "kHalf, false", "kHalf, true")),
     ),
     "fp8/fp8_dequantize.cuh": tuple(
-        f"flexops::scaled::{kernel}<flexops::rows::{type_}>" for kernel in ("dequantize_short", "dequantize_chunk") for type_ in ("kF32", "kF16", "kBf16")
+        f"flexops::scaled::{kernel}<flexops::rows::{type_}>" for kernel in ("dequantize_short", "dequantize_chunk") for type_ in SIZES
     ),
     "lion/lion.cuh": tuple(f"flexops::lion::lion_kernel<{general}>" for general in ("false", "true")),
     "cross_entropy/cross_entropy.cuh": (
-        *(f"flexops::cross_entropy::{kernel}<flexops::rows::{type_}>" for kernel in ROW_LOSSES for type_ in ("kF32", "kF16", "kBf16")),
-        *(f"flexops::cross_entropy::cross_entropy_rows<flexops::rows::{type_}, false>" for type_ in ("kF32", "kF16", "kBf16")),
-        *(f"flexops::cross_entropy::cross_entropy_finish<{mean}>" for mean in ("false", "true")),
+        *(f"flexops::cross_entropy::{kernel}<flexops::rows::{type_}>" for kernel in ("cross_entropy_rows", "scale_rows") for type_ in FLOATS),
+        *(f"flexops::cross_entropy::cross_entropy_rows<flexops::rows::{type_}, false>" for type_ in FLOATS[1:]),
+        "flexops::cross_entropy::cross_entropy_finish",
     ),
-    "softmax/softmax_rows.cuh": (
-        "flexops::softmax::softmax_rows<flexops::rows::kF32, true>",
-        *(f"flexops::softmax::softmax_rows<flexops::rows::{type_}, {masked}>" for type_ in FLOATS[1:] for masked in ("false", "true")),
-    ),
-    "softmax/softmax_added.cuh": tuple(f"flexops::softmax::softmax_added<flexops::rows::{type_}>" for type_ in FLOATS),
-    "softmax/softmax_long.cuh": tuple(f"flexops::softmax::softmax_long<flexops::rows::{type_}>" for type_ in FLOATS),
+    "cross_entropy/cross_entropy_ring.cuh": ("flexops::cross_entropy::cross_entropy_ring<flexops::rows::kF32>",),
+    "softmax/softmax_rows.cuh": tuple(f"flexops::softmax::softmax_rows<flexops::rows::{which}>" for which in ("kF32, true", "kHalf, false", "kHalf, true")),
+    "softmax/softmax_added.cuh": tuple(f"flexops::softmax::softmax_added<flexops::rows::{type_}>" for type_ in SIZES),
+    "softmax/softmax_long.cuh": tuple(f"flexops::softmax::softmax_long<flexops::rows::{type_}>" for type_ in SIZES),
     "softmax/softmax_general.cuh": tuple(
-        f"flexops::softmax::{kernel}<flexops::rows::{type_}>" for kernel in ("softmax_general", "softmax_long_masked") for type_ in FLOATS
+        f"flexops::softmax::{kernel}<flexops::rows::{type_}>" for kernel in ("softmax_general", "softmax_long_masked") for type_ in SIZES
     ),
     "softmax/softmax_backward.cuh": (
         *(f"flexops::softmax::softmax_backward_rows<flexops::rows::{type_}>" for type_ in FLOATS),
-        *(f"flexops::softmax::softmax_backward_whole<flexops::rows::{type_}>" for type_ in FLOATS[1:]),
+        "flexops::softmax::softmax_backward_whole<flexops::rows::kHalf>",
     ),
     "norm/norm.cuh": (),
     "norm/norm_forward_held.cuh": (

@@ -85,7 +85,7 @@ def test_a_wheel_with_compiled_operators(source: Path, tmp_path: Path, host_comp
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.whl")
-    assert "-py3-none-linux" in file.name, "libraries hold no Python symbols: one wheel serves every Python"
+    assert "-py3-none-linux" in file.name, "libraries need no Python symbols: one wheel serves every Python"
     names = set(zipfile.ZipFile(file).namelist())
     assert {"flexops/_aot/adam-cpu/flexops_adam_cpu.so", "flexops/_aot/adam-cpu/manifest.json"} <= names
     assert not [name for name in names if name.startswith("flexops/_aot/quant")]

@@ -1,7 +1,12 @@
-"""Our declarations of torch's C ABI against torch's own: a C++ compiler refuses two that differ, because functions with C linkage have no overloads."""
+"""Our declarations of torch's C ABI against torch's own: a C++ compiler refuses two that differ, because functions with C linkage have no overloads.
+
+And the library made of them, which bindings are linked against: all that it offers must be in torch's, and what it has not is an error.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,11 +14,12 @@ from typing import Any
 import pytest
 
 from flexops import settings
-from flexops.op_builder import layout
-from flexops.op_builder.plan import binding_flags
+from flexops.op_builder import catalog, layout
+from flexops.op_builder.plan import TORCH_LIBRARY, TORCH_STUB, binding_flags, plan_op
 from flexops.toolchain import discovery
 from flexops.toolchain.installed_torch import TorchBuild
 from flexops.toolchain.model import HostCompiler
+from flexops.toolchain.resources import Resources
 
 OURS = "common/torch_abi.h"
 TORCHS = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
@@ -47,3 +53,35 @@ def test_another_declaration_is_refused(host_compiler: HostCompiler, torch: Torc
     result = compile_both(host_compiler, torch, tmp_path, tmp_path / "both.cpp")
     assert result.returncode != 0
     assert "aoti_torch_copy_" in result.stderr
+
+
+def compile_stub(compiler: HostCompiler, directory: Path) -> str:
+    """The plan's own step, run in the directory; returns what it is called there."""
+    plan = plan_op(catalog.find("lion"), "cpu", discovery.discover(settings.current(), device="cpu"), csrc=layout.csrc_root(), resources=Resources(1, 2**34))
+    (step,) = (step for step in plan.steps if step.output == TORCH_STUB)
+    subprocess.run([compiler.path, *step.command[1:]], cwd=directory, check=True)
+    return step.output
+
+
+def link(compiler: HostCompiler, directory: Path, function: str, stub: str) -> subprocess.CompletedProcess[str]:
+    (directory / "one.cpp").write_text(f'extern "C" int {function}(); int call() {{ return {function}(); }}\n')
+    command = [compiler.path, "-shared", "-fPIC", "one.cpp", stub, "-Wl,-z,defs", "-o", "one.so"]
+    return subprocess.run(command, cwd=directory, text=True, capture_output=True, check=False)
+
+
+def test_all_of_the_stub_is_in_torchs_library(host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path) -> None:
+    stub, real = ctypes.CDLL(str(tmp_path / compile_stub(host_compiler, tmp_path))), ctypes.CDLL(str(torch.library_dir / TORCH_LIBRARY))
+    names = re.findall(r"\b(\w*torch_\w+)\(", (layout.csrc_root() / OURS).read_text())
+    assert len(names) > 30
+    assert [name for name in names if not hasattr(stub, name)] == []
+    assert [name for name in names if not hasattr(real, name)] == []
+
+
+@pytest.mark.usefixtures("torch")
+def test_an_undeclared_function_is_found_by_the_linker(host_compiler: HostCompiler, tmp_path: Path) -> None:
+    stub = compile_stub(host_compiler, tmp_path)
+    assert link(host_compiler, tmp_path, "aoti_torch_copy_", stub).returncode == 0
+    assert "libtorch_cpu.so" in (tmp_path / "one.so").read_bytes().decode("latin-1")
+    refused = link(host_compiler, tmp_path, "aoti_torch_no_such_function", stub)
+    assert refused.returncode != 0
+    assert "aoti_torch_no_such_function" in refused.stderr

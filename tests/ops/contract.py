@@ -216,8 +216,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == _register.NAMESPACE:
-            copy = _snapshot if func in _register._differentiable else _detached
-            self.calls.append((func, tree_map(copy, args), tree_map(copy, kwargs or {})))
+            for op in dict.fromkeys((func, _register.public.get(func, func))):
+                copy = _snapshot if op in _register._differentiable else _detached
+                self.calls.append((op, tree_map(copy, args), tree_map(copy, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 

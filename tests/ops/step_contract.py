@@ -14,6 +14,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -283,6 +285,31 @@ class StepContract:
         if "state_steps" in names:
             assert lists[names.index("state_steps")][0].item() == 4
 
+    @ON_BOTH
+    @pytest.mark.parametrize("reference", [False, True])
+    def test_step_counts_in_one_tensor(self, reference: bool, device: str) -> None:
+        names = list(self.step.lists)
+        if "state_steps" not in names:
+            return
+        at, call = names.index("state_steps"), self.on_reference if reference else self.call
+        lists = self.lists(device)
+        lists[at] = [torch.tensor(float(3 + i), device=device) for i in range(len(lists[0]))]
+        expected = clone(lists)
+        lists[at] = [torch.stack(lists[at])]
+        before = clone(lists)
+        call(lists)
+        call(expected)
+        expected[at] = [torch.stack(expected[at])]
+        assert_lists_close(lists, expected)
+        assert torch.equal(lists[at][0], before[at][0] + 1)
+        for wrong, text in (
+            (before[at][0].double(), r"state_steps\[0\] must be float32, got float64"),
+            (before[at][0][1:], "state_steps must hold 11 tensors, as params does, got 1"),
+            (torch.stack([before[at][0]] * 2, 1)[:, 0], "state_steps must hold 11 tensors, as params does, got 1"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                call([*before[:at], [wrong], *before[at + 1 :]])
+
     # -- refusals
 
     def test_wrong_dtypes_are_named(self) -> None:
@@ -408,6 +435,62 @@ class StepContract:
             oracle.step()
         for left, right in zip(params, expected, strict=True):
             assert torch.equal(left, right)
+
+    @ON_BOTH
+    @pytest.mark.parametrize("change", ["params", "some states", "all states", "data of states", "counts", "order", "one anew"])
+    def test_what_was_put_in_another_place_is_noticed(self, change: str, device: str) -> None:
+        params, expected = make_params(device), make_params(device)
+        optimizer, oracle = self.optimizer(params), self.optimizer(expected)
+        step_alike(2, (params, optimizer), (expected, oracle))
+        states = [optimizer.state[param] for param in params]
+        if change == "params":
+            for param in params[::2]:
+                param.data = param.data.clone()
+        elif change == "data of states":
+            for state in states:
+                for value in state.values():
+                    value.data = value.data.clone()
+        elif change == "counts":
+            for each, optim_ in ((params, optimizer), (expected, oracle)):
+                if "step" in states[0]:
+                    optim_.state[each[3]]["step"] = torch.tensor(100.0, device=device)
+        elif change == "order":
+            optimizer.state[params[0]] = optimizer.state.pop(params[0])
+        elif change == "one anew":
+            for each, optim_ in ((params, optimizer), (expected, oracle)):
+                optim_.state[each[1]] = {}
+        else:  # as those do that send states to the CPU between steps
+            for state in states[:: 3 if change == "some states" else 1]:
+                for name, value in state.items():
+                    state[name] = value.clone()
+        step_alike(2, (params, optimizer), (expected, oracle))
+        for left, right in zip(params, expected, strict=True):
+            assert torch.equal(left, right)
+            assert optimizer.state[left].keys() == oracle.state[right].keys()
+            for name, value in oracle.state[right].items():
+                assert torch.equal(optimizer.state[left][name], value), name
+
+    def test_replaced_states_are_not_kept(self) -> None:
+        params = make_params("cpu")
+        optimizer = self.optimizer(params)
+        set_grads(params, seed=0)
+        optimizer.step()
+        large = [weakref.ref(value) for param in params for name, value in optimizer.state[param].items() if name != "step"]
+        optimizer.state.clear()
+        assert not [ref() for ref in large if ref() is not None]  # whoever sends states to the CPU wants their memory back at once
+
+    def test_steps_in_several_threads(self) -> None:
+        expected = make_params("cpu")
+        step_alike(10, (expected, self.optimizer(expected)))
+        trained = [make_params("cpu") for _ in range(4)]
+        threads = [threading.Thread(target=lambda params=params: step_alike(10, (params, self.optimizer(params))), daemon=True) for params in trained]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+            assert not thread.is_alive()
+        for params in trained:
+            assert all(torch.equal(left, right) for left, right in zip(params, expected, strict=True))
 
     def test_copies_and_pickles(self) -> None:
         params = make_params("cpu")

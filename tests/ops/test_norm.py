@@ -22,7 +22,7 @@ from flexops.ops import norm as norm_module
 from flexops.ops import norm_quantized as quantized_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import Case, Contract, Make, Refusal
+from contract import Case, Contract, Make, Recorder, Refusal, tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -220,12 +220,12 @@ def compare_everything(seeds: range) -> None:
         bias = torch.randn(columns).to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
         with torch.no_grad():
-            compare(ops.layer_norm, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
-            compare(ops.rms_norm, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(ops.add_layer_norm, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+            compare(ops.layer_norm_forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(ops.rms_norm_forward, norm_module._rms_norm_reference, x, weight, 1e-6)
+            _, total, statistics = compare(ops.add_layer_norm_forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs, bias_dtype)
             compare(ops.layer_norm_backward, norm_module._layer_norm_backward_reference, *backward, size=rows)
-            _, total, statistics = compare(ops.add_rms_norm, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
+            _, total, statistics = compare(ops.add_rms_norm_forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
             compare(ops.rms_norm_backward, norm_module._rms_norm_backward_reference, *backward, size=rows)
 
@@ -388,6 +388,30 @@ def test_only_the_residual_goes_on() -> None:
     assert torch.equal(of_x, grad)
     assert torch.equal(of_residual, grad)
     assert of_weight is None
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
+    """A call asks for them where something requires a gradient; results are the same bits, from the operators for users as well."""
+    torch.manual_seed(0)
+    arguments: list[Any] = [torch.randn(5, 96) for _ in range(1 + name.startswith("add"))]
+    arguments += [torch.randn(96) for _ in range(1 + name.endswith("layer_norm"))]
+    for argument in arguments:
+        argument.requires_grad_(gradient)
+    with Recorder() as recorder:
+        results = tensors_of(getattr(flexops, name)(*arguments, 1e-5))
+    op, plain, forward = (getattr(torch.ops.flexops, name + way).default for way in ("", "_plain", "_forward"))
+    assert {call[0] for call in recorder.calls} == {op, forward if gradient else plain}
+    for_users = tensors_of(op(*arguments, 1e-5))
+    leaves = [argument.detach() for argument in arguments]
+    for one, *others in zip(results, for_users, tensors_of(plain(*leaves, 1e-5)), tensors_of(forward(*leaves, 1e-5))[:-1], strict=True):
+        assert all(torch.equal(one, other) for other in others)
+    if gradient:
+        given = [torch.randn_like(one) for one in results]
+        for one, other in zip(torch.autograd.grad(results, arguments, given), torch.autograd.grad(for_users, arguments, given), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_no_rows_give_zero_gradients() -> None:

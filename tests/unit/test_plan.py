@@ -27,6 +27,7 @@ def test_cpu_plan() -> None:
         ("host", "adam_cpu_baseline.o"),
         ("host", "adam_cpu_avx2.o"),
         ("host", "adam_cpu_avx512.o"),
+        ("link", "torch_stub.so"),
         ("link", "flexops_adam_cpu.so"),
     ]
     assert plan.architectures == ()
@@ -89,7 +90,7 @@ def test_cuda_plan_has_one_gencode_for_each_kind_of_code() -> None:
 
 def test_cudart_is_static_and_hidden_and_torch_cuda_is_not_needed() -> None:
     link = paper_plan(ADAM, "cuda").steps[-1].command
-    assert {"-lcudart_static", "-Wl,--exclude-libs,ALL", "-L/cuda/lib64", "-ltorch_cpu"} <= set(link)
+    assert {"-lcudart_static", "-Wl,--exclude-libs,ALL", "-L/cuda/lib64"} <= set(link)
     assert not {"-lcudart", "-ltorch_cuda", "-lc10_cuda", "-ltorch_python"} & set(link)
 
 
@@ -99,8 +100,24 @@ def test_through_the_classic_abi_c_plus_plus_objects_cross_so_a_static_libstdcxx
     assert "-Wl,--exclude-libs,ALL" not in link
 
 
+def test_the_stable_abi_is_linked_against_a_stub_in_the_name_of_torchs_library() -> None:
+    plan = paper_plan(ADAM, "cuda")
+    stub, link = plan.steps[-2:]
+    assert stub.output in link.command
+    assert stub.output in link.inputs
+    assert "-Wl,-soname,libtorch_cpu.so" in stub.command
+    assert "-Wl,-z,defs" in link.command
+    assert not any(word == "-ltorch_cpu" or "/py/torch/lib" in word for word in link.command)
+
+
+def test_the_classic_abi_is_all_of_torchs_library() -> None:
+    plan = paper_plan(ADAM, "cuda", OLD_TOOLS)
+    assert [one.output for one in plan.steps if one.kind == "link"] == [plan.library]
+    assert "-ltorch_cpu" in plan.steps[-1].command
+
+
 def test_a_comma_in_the_path_is_kept_from_nvcc_alone() -> None:
-    host, device, _ = paper_plan(ADAM, "cuda", csrc=Path("/a, b/csrc")).steps
+    host, device, *_ = paper_plan(ADAM, "cuda", csrc=Path("/a, b/csrc")).steps
     assert "-I/a, b/csrc" in host.command
     assert '-I"/a, b/csrc"' in device.command
     assert [for_nvcc(argument) for argument in ("-I/a", "/a", "/a,b")] == ["-I/a", "/a", '"/a,b"']
