@@ -48,7 +48,7 @@ CATALOG: tuple[OpSpec, ...] = (
             *("rms_norm_quantized", "add_rms_norm_quantized", "layer_norm_backward", "rms_norm_backward"),
         ),
         cpu_sources=("norm/norm_cpu.cpp",),
-        cuda_sources=("norm/norm_forward.cu", "norm/norm_forward_codes.cu", "norm/norm_backward.cu"),
+        cuda_sources=("norm/norm_backward.cu", "norm/norm_forward_codes.cu", "norm/norm_forward.cu"),
     ),
 )
 

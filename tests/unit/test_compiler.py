@@ -52,6 +52,15 @@ def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
     assert compiler.full_command(paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[0])[0] == "/usr/bin/g++"
 
 
+def test_the_longest_steps_are_first_of_all_plans() -> None:
+    cpu, cuda = paper_plan(SQUARE, "cpu"), paper_plan(SQUARE, "cuda")
+    assert cuda.steps[0].kind != "device"
+    text = compiler.render_ninja([cpu, cuda], subdirectories=True)
+    made = [line.split(":")[0].removeprefix("build ") for line in text.splitlines() if line.startswith("build ")]
+    assert made[0] == f"{cuda.name}/doctor.cu.o"
+    assert sorted(made) == sorted(f"{plan.name}/{step.output}" for plan in (cpu, cuda) for step in plan.steps)
+
+
 def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = shell_plan("good", "echo fine > lib.so"), shell_plan("bad", "echo 'a.cpp:1:1: error: broken' >&2; exit 1")
     outcome = compiler.run([bad, good], tmp_path / "work")
