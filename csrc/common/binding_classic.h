@@ -149,7 +149,7 @@ namespace detail {
 
 template <typename T>
 struct Take {
-  static T from(c10::IValue&& value) { return std::move(value).to<T>(); }  // int64_t, double, bool, std::string
+  static T from(c10::IValue&& value) { return std::move(value).to<T>(); }  // int64_t, double, bool
 };
 template <>
 struct Take<Tensor> {

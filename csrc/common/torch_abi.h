@@ -13,7 +13,6 @@
 struct AtenTensorOpaque;
 struct DeviceGuardOpaque;
 struct StableListOpaque;
-struct StringOpaque;
 struct TorchLibraryOpaque;
 
 extern "C" {
@@ -22,7 +21,6 @@ using AOTITorchError = int32_t;  // 0: went well
 using AtenTensorHandle = AtenTensorOpaque*;
 using DeviceGuardHandle = DeviceGuardOpaque*;
 using StableListHandle = StableListOpaque*;
-using StringHandle = StringOpaque*;
 using TorchLibraryHandle = TorchLibraryOpaque*;
 using StableIValue = uint64_t;
 typedef void (*ParallelFunc)(int64_t begin, int64_t end, void* context);
@@ -73,9 +71,6 @@ FLEXOPS_TORCH_ABI AOTITorchError torch_parallel_for(int64_t begin, int64_t end, 
                                                     void* context) FLEXOPS_TORCH_BODY;
 
 // What comes in an operator's arguments.
-FLEXOPS_TORCH_ABI AOTITorchError torch_string_length(StringHandle string, size_t* out) FLEXOPS_TORCH_BODY;
-FLEXOPS_TORCH_ABI AOTITorchError torch_string_c_str(StringHandle string, const char** out) FLEXOPS_TORCH_BODY;
-FLEXOPS_TORCH_ABI AOTITorchError torch_delete_string(StringHandle string) FLEXOPS_TORCH_BODY;
 FLEXOPS_TORCH_ABI AOTITorchError torch_list_size(StableListHandle list, size_t* out) FLEXOPS_TORCH_BODY;
 FLEXOPS_TORCH_ABI AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* element) FLEXOPS_TORCH_BODY;
 FLEXOPS_TORCH_ABI AOTITorchError torch_delete_list(StableListHandle list) FLEXOPS_TORCH_BODY;

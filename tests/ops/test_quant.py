@@ -280,10 +280,9 @@ def test_many_elements_on_all_threads() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_large_results_ask_for_huge_pages() -> None:
+def test_large_results_ask_for_huge_pages(require: Callable[..., None]) -> None:
     """The page faults of a fresh result would take several times as long as the work."""
-    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
-        pytest.skip("this kernel has no transparent huge pages")
+    require(Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), "transparent huge pages", "a Linux kernel with CONFIG_TRANSPARENT_HUGEPAGE")
     y = flexops.dequantize(flexops.quantize(torch.randn(4096, 4096)))
     inside, here, flags = y.data_ptr() + y.nbytes // 2, False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -407,15 +407,15 @@ def test_a_second_process_runs_nothing(tmp_path: Path) -> None:
     assert first[1] == second[1]
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(tmp_path: Path, require: Callable[..., None]) -> None:
     settings = Settings.from_environ({"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")})
     before = time.perf_counter()
     found = discover(settings, device="cpu")
     assert time.perf_counter() - before < 30
     assert found.cuda is None
     assert found.torch
-    if found.host is None:
-        pytest.skip("no C++ compiler here")
+    require(found.host, "a C++ compiler", "apt-get install g++")
+    assert found.host
     told = subprocess.run([found.host.path, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
     assert str(found.host.version) == told
     assert (tmp_path / "cache/tools.json").exists()
