@@ -26,8 +26,9 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
     timings: list[Timing] = []
     absent: list[tuple[str, str, str]] = []
     for source in chosen:
-        if not loader.ensure(source.family, setup.device):
-            raise FlexopsError(f"{source.family} is not native on {setup.device}, so there is nothing to measure", fix="flexops doctor")
+        for family in source.families:
+            if not loader.ensure(family, setup.device):
+                raise FlexopsError(f"{family} is not native on {setup.device}, so there is nothing to measure", fix="flexops doctor")
         for case in source.cases(setup):
             if not ops or source.family in ops or case.function in ops:
                 if report:

@@ -45,10 +45,16 @@ CATALOG: tuple[OpSpec, ...] = (
         "norm",
         ops=(
             *(f"{name}{way}" for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm") for way in ("", "_plain", "_forward")),
-            *("rms_norm_quantized", "add_rms_norm_quantized", "layer_norm_backward", "rms_norm_backward"),
+            *("rms_norm_quantized", "add_rms_norm_quantized"),
         ),
         cpu_sources=("norm/norm_cpu.cpp",),
-        cuda_sources=("norm/norm_backward.cu", "norm/norm_forward_codes.cu", "norm/norm_forward.cu"),
+        cuda_sources=("norm/norm_forward_codes.cu", "norm/norm_forward.cu"),
+    ),
+    OpSpec(
+        "norm_backward",
+        ops=("layer_norm_backward", "rms_norm_backward"),
+        cpu_sources=("norm_backward/norm_backward_cpu.cpp",),
+        cuda_sources=("norm_backward/norm_backward.cu",),
     ),
 )
 

@@ -11,6 +11,7 @@ from . import lamb as lamb
 from . import linear_cross_entropy as linear_cross_entropy
 from . import lion as lion
 from . import norm as norm
+from . import norm_backward as norm_backward
 from . import norm_quantized as norm_quantized
 from . import quant as quant
 from . import rope as rope

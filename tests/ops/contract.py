@@ -105,6 +105,7 @@ class Case:
         huge: a shape of more than 2^31 elements whose rows (along the first dimension) do not depend on each other, for bfloat16.
         refusals: wrong calls, beyond wrong dtypes, which are tried on every floating-point argument by itself.
         refused: dtypes that every floating-point argument refuses with a TypeError.
+        gradients: the family of its gradient, if that is another one.
         same_bits: native results have the reference's bits.
         broadcasts: takes inputs whose elements share memory (not true for what is written in place).
         autocast: the dtype of the parameters inside an autocast region; False: not tried.
@@ -131,6 +132,7 @@ class Case:
     huge: Shape | None = None
     refusals: tuple[Refusal, ...] = ()
     refused: tuple[torch.dtype, ...] = (torch.float64, torch.int32)
+    gradients: str = ""
     same_bits: bool = False
     broadcasts: bool = True
     autocast: bool = True
@@ -409,7 +411,8 @@ class Contract:
     @pytest.fixture(autouse=True)
     def _native(self, request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]) -> None:
         values = request.node.callspec.params
-        native_kernels(values["case"].family, values.get("device") or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"))
+        for family in filter(None, (values["case"].family, values["case"].gradients)):
+            native_kernels(family, values.get("device") or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"))
 
     @pytest.fixture
     def _fresh_compiler(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ import flexops
 from flexops.op_builder import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_quantized as quantized_module
+from flexops.ops._register import references
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import Case, Contract, Make, Recorder, Refusal, tensors_of
@@ -103,6 +104,7 @@ class TestContract(Contract):
             differentiable=(0, 1, 2),
             parameters=(1, 2),
             shapes=SHAPES,
+            gradients="norm_backward",
             huge=HUGE,
             refusals=(
                 *refusals("layer_norm", flexops.layer_norm),
@@ -119,6 +121,7 @@ class TestContract(Contract):
             differentiable=(0, 1),
             parameters=(1,),
             shapes=SHAPES,
+            gradients="norm_backward",
             huge=HUGE,
             refusals=refusals("rms_norm", flexops.rms_norm),
         ),
@@ -132,6 +135,7 @@ class TestContract(Contract):
             differentiable=(0, 1, 2, 3),
             parameters=(2, 3),
             shapes=SHAPES,
+            gradients="norm_backward",
             huge=(2**18 + 3, 2**13),
             refusals=(
                 *refusals("add_layer_norm", lambda x, **keywords: flexops.add_layer_norm(x, x, **keywords)),
@@ -149,6 +153,7 @@ class TestContract(Contract):
             differentiable=(0, 1, 2),
             parameters=(2,),
             shapes=SHAPES,
+            gradients="norm_backward",
             huge=(2**18 + 3, 2**13),
             refusals=(
                 *refusals("add_rms_norm", lambda x, **keywords: flexops.add_rms_norm(x, x, **keywords)),
@@ -177,7 +182,8 @@ class TestContract(Contract):
 
 @pytest.fixture(scope="module")
 def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("norm", "cpu")
+    for family in ("norm", "norm_backward"):
+        native_kernels(family, "cpu")
 
 
 def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
@@ -206,6 +212,7 @@ compare_everything(range({first}, {last}))
 def compare_everything(seeds: range) -> None:
     """Kernels against references, with dtypes, lengths, strides and parts left out drawn at random."""
     assert loader.ensure("norm", "cpu")
+    assert loader.ensure("norm_backward", "cpu")
     ops = torch.ops.flexops
     for seed in seeds:
         torch.manual_seed(seed)
@@ -224,10 +231,10 @@ def compare_everything(seeds: range) -> None:
             compare(ops.rms_norm_forward, norm_module._rms_norm_reference, x, weight, 1e-6)
             _, total, statistics = compare(ops.add_layer_norm_forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs, bias_dtype)
-            compare(ops.layer_norm_backward, norm_module._layer_norm_backward_reference, *backward, size=rows)
+            compare(ops.layer_norm_backward, references[ops.layer_norm_backward.default], *backward, size=rows)
             _, total, statistics = compare(ops.add_rms_norm_forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
-            compare(ops.rms_norm_backward, norm_module._rms_norm_backward_reference, *backward, size=rows)
+            compare(ops.rms_norm_backward, references[ops.rms_norm_backward.default], *backward, size=rows)
 
 
 def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:

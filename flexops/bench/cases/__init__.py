@@ -12,12 +12,17 @@ from .case import Setup as Setup
 
 
 class Source(NamedTuple):
-    """Where a family's cases come from: ``<module>.<maker>(setup)``; and the public functions that they are about."""
+    """Where a family's cases come from: ``<module>.<maker>(setup)``; the public functions that they are about; and its gradients' own family, if any."""
 
     family: str
     module: str
     maker: str
     functions: tuple[str, ...]
+    gradients: str = ""
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return (self.family, self.gradients) if self.gradients else (self.family,)
 
     def cases(self, setup: Setup) -> Iterator[Case]:
         maker: Callable[[Setup], Iterator[Case]] = getattr(import_module(f".{self.module}", __name__), self.maker)
@@ -25,7 +30,7 @@ class Source(NamedTuple):
 
 
 SOURCES: tuple[Source, ...] = (
-    Source("norm", "norm", "norm", ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized")),
+    Source("norm", "norm", "norm", ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized"), "norm_backward"),
     Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu")),
     Source("rope", "rope", "rope", ("rotary_embedding",)),
     Source("softmax", "softmax", "softmax", ("scaled_masked_softmax", "causal_softmax")),

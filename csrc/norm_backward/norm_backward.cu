@@ -1,8 +1,9 @@
 // The norms' backward launchers: one way or two, and the grid.
 
-#include "norm/norm_backward.cuh"
+#include "norm_backward/norm_backward.cuh"
 
 #include "norm/norm_launch.h"
+#include "norm_backward/norm_backward.h"
 
 namespace flexops {
 namespace {
