@@ -24,9 +24,9 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _apply: dict[Any, Callable[..., Any]] = {}
-"""Their ``apply``, less the Python that torch puts before it for functorch's sake."""
+"""Their ``apply``, less the Python that torch puts before it for functorch's sake. By ``op._op``, because an op's own hash is Python's."""
 _plain: dict[Any, Callable[..., Any]] = {}
-"""Their twins below autograd, as ``call`` calls them."""
+"""Their twins below autograd, as ``call`` calls them. By ``op._op``, too."""
 public: dict[Any, Any] = {}
 """For each op below autograd that stands in for another with the same arguments, that one."""
 _checks: dict[Any, Callable[..., None]] = {}
@@ -80,12 +80,12 @@ def define(
     if plain:
         define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, below_autograd=True, tags=tags)
         twin = getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default
-        _plain[op], public[twin] = twin._op, op
+        _plain[op._op], public[twin] = twin._op, op
     if forward is not None:
         public[forward] = op
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, forward, setup_context, backward)
-        _apply[op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
+        _apply[op._op] = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]
         _library.impl(name, functools.partial(_autograd, op), "Autograd")
 
 
@@ -106,9 +106,10 @@ def call(op: Any, *args: Any) -> Any:
         return op(*args)
     try:
         if torch.is_grad_enabled() and _requires_grad(*args):
-            return _apply[op](*args)
-        if op in _plain:
-            return _plain[op](*args)
+            return _apply[op._op](*args)
+        plain = _plain.get(op._op)
+        if plain is not None:
+            return plain(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op._op(*args)  # which is what op(*args) calls
     except (RuntimeError, TypeError):
@@ -120,7 +121,7 @@ def call(op: Any, *args: Any) -> Any:
 def _autograd(op: Any, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``."""
     if torch.is_grad_enabled() and _requires_grad(*args):
-        return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op](*args)
+        return _differentiable[op].apply(*args) if torch._C._are_functorch_transforms_active() else _apply[op._op](*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op._op(*args)
 
