@@ -130,18 +130,20 @@ def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...]
     count = len(op._schema.returns)
     shown = operator.itemgetter(0 if count == 1 else slice(count))
 
+    native, is_below = (op if below is None else below)._op, below is not None
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
-            if below is None:
-                with torch._C._AutoDispatchBelowAutograd():
-                    results = op._op(*args)
+            if is_below:
+                results = native(*args)
                 setup_context(ctx, args, results)
-                return results
-            results = below._op(*args)
+                return shown(results)
+            with torch._C._AutoDispatchBelowAutograd():
+                results = native(*args)
             setup_context(ctx, args, results)
-            return shown(results)
+            return results
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:

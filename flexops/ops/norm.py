@@ -232,25 +232,23 @@ def _add_rms_norm_fake(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Te
 
 def _save_layer_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
     x, weight, bias, _ = arguments
-    _save(ctx, x, x, weight, bias, results[1])
+    ctx.save_for_backward(x, weight, results[1])
+    ctx.bias_dtype = torch.float32 if bias is None else bias.dtype
+
+
+def _save_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    ctx.save_for_backward(arguments[0], arguments[1], results[1])
 
 
 def _save_add_layer_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
     x, _, weight, bias, _ = arguments
-    _save(ctx, x, results[1], weight, bias, results[2])
-
-
-def _save_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
-    _save(ctx, arguments[0], arguments[0], arguments[1], None, results[1])
+    ctx.save_for_backward(results[1], weight, results[2])
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, torch.float32 if bias is None else bias.dtype
 
 
 def _save_add_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
-    _save(ctx, arguments[0], results[1], arguments[2], None, results[2])
-
-
-def _save(ctx: Any, x: Tensor, normalized: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> None:
-    ctx.save_for_backward(normalized, weight, statistics)
-    ctx.x_dtype, ctx.bias_dtype = x.dtype, torch.float32 if bias is None else bias.dtype
+    ctx.save_for_backward(results[1], arguments[2], results[2])
+    ctx.x_dtype = arguments[0].dtype
 
 
 def _layer_gradients(
