@@ -27,11 +27,9 @@ Kernel rows_kernel(SoftmaxType type) {
   return type == SoftmaxType::f32 ? rows_kernel<softmax::kF32, true>() : rows_kernel<softmax::kHalf, kMasked>();
 }
 
-/// Whether softmax_added takes this mask and does better than softmax_general: it adds, each of its rows lies as those of scores do that it
-/// is for, and with scores of 16 bits (measured) neighbouring rows do not share one.
+/// Whether softmax_added takes this mask: it adds, and each of its rows lies as those of scores do that it is for.
 bool takes_added(const Params& p, SoftmaxType type) {
   if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || reinterpret_cast<uintptr_t>(p.mask) % 16 != 0) return false;
-  if (type != SoftmaxType::f32 && p.mask_strides[0] == 0) return false;
   int64_t row = 1;
   for (int d = 0; d < p.mask_dims; row *= p.mask_sizes[d].by, ++d)
     if ((row * p.stride - p.mask_strides[d]) % vector_elements(type) != 0) return false;
@@ -39,9 +37,11 @@ bool takes_added(const Params& p, SoftmaxType type) {
 }
 
 /// Spreads rows that have a block each over a grid of the mask's dimensions, if these are few: no row is looked for by division then. Where
-/// rows of the mask's own are followed by others that share them, as those of heads are, the sharers become neighbours.
+/// rows of the mask's own are followed by others that share them, as those of heads are, the sharers become neighbours, unless the
+/// second-level cache keeps what they share anyway: memory prefers rows in their order.
 void spread(Params& p, Grid& grid) {
-  constexpr int64_t kMost = 65535;  // of a grid's second and third dimension
+  constexpr int64_t kMost = 65535;    // of a grid's second and third dimension
+  constexpr int64_t kKept = 8 << 20;  // bytes
   if (p.lanes <= softmax::kNarrowWarp || p.mask_dims > 3) return;
   int64_t sizes[3] = {p.rows, 1, 1};
   int64_t steps = 1;
@@ -51,7 +51,8 @@ void spread(Params& p, Grid& grid) {
     p.row_steps[d] = steps, p.mask_steps[d] = there ? p.mask_strides[d] : 0;
     steps *= sizes[d];
   }
-  if (p.mask_steps[0] != 0 && p.mask_steps[1] == 0 && sizes[0] <= kMost) {
+  const int64_t size = p.mask_kind == softmax::kBoolean ? 1 : p.mask_kind == softmax::kAddF32 ? 4 : 2;
+  if (sizes[0] * p.mask_steps[0] * size > kKept && p.mask_steps[1] == 0 && sizes[0] <= kMost) {
     std::swap(sizes[0], sizes[1]), std::swap(p.row_steps[0], p.row_steps[1]), std::swap(p.mask_steps[0], p.mask_steps[1]);
   }
   if (sizes[1] > kMost || sizes[2] > kMost) return;
@@ -76,13 +77,15 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
     const Kernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
     Params positive = p;
     if (p.scale < 0.0f) positive.scale = -p.scale, positive.flip = f32 ? 0x80000000u : 0x80008000u;
-    const Grid grid = make_grid(positive, rows.type, k.held, k.most);
-    if (grid.holds) return launch(k.kernel, positive, grid, stream);
+    Grid grid = make_grid(positive, rows.type, k.held, k.most);
+    if (grid.holds) {
+      if (masked) spread(positive, grid);
+      return launch(k.kernel, positive, grid, stream);
+    }
     if (!masked) return softmax_long(positive, rows.type, stream);
   }
   if (takes_added(p, rows.type)) {
-    const int held = f32 ? softmax::kAddedHeld<softmax::kF32> : softmax::kAddedHeld<softmax::kBf16>;
-    Grid grid = make_grid(p, rows.type, held, softmax::kMostOfAdded);
+    Grid grid = make_grid(p, rows.type, softmax::kAddedHeld, softmax::kMostOfAdded);
     if (grid.holds) {
       spread(p, grid);
       return launch(FLEXOPS_SOFTMAX_OF(rows.type, softmax_added), p, grid, stream);

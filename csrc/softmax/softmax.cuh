@@ -58,7 +58,7 @@ struct Params {
   Size queries;  // of 0: not causal
   Size mask_sizes[kMaskDims];
   i64 mask_strides[kMaskDims];
-  i64 row_steps[3], mask_steps[3];  // masks that add, if `gridded`: rows and the mask's elements from one block to the next, by dimensions
+  i64 row_steps[3], mask_steps[3];  // if `gridded`: from one block to the next, by dimensions
   bool gridded;
   bool is_f16;  // of the types of 16 bits
   int length;
@@ -128,7 +128,7 @@ FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, fl
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-// 16-bit results take exponentials to base 2: a factor folded into the scale. float32 has e's own, to its last bits.
+// 16-bit results take exponentials to base 2, with this factor. float32 has e's own, to its last bits.
 constexpr float kLog2e = 1.44269504088896341f;
 
 template <Type type>
@@ -150,18 +150,19 @@ FLEXOPS_DEVICE float divide(float value, float sum, float inverse) {
   return __fmaf_rn(__fmaf_rn(-quotient, sum, value), inverse, quotient);
 }
 
-/// What to subtract from a row's exponents, for a positive scale: x * scale - base is rounded once. A product that overflows is +inf, which
-/// makes its row NaN.
-FLEXOPS_DEVICE float find_base(float maximum, float scale) {
-  const float base = maximum * scale;
-  return base < infinity() ? base : not_a_number();
+/// What powers take off a row's scores: the greatest of these. Where its product with a positive scale overflows, that is infinite: +inf
+/// makes the row NaN, and -inf leaves nothing of it.
+FLEXOPS_DEVICE float find_top(float maximum, float scale) {
+  const float product = maximum * scale;
+  return product == -infinity() ? infinity() : product < infinity() ? maximum : not_a_number();
 }
 
+/// The difference comes first: the scale may be rounded off huge scores, which masks often are, but not off what they differ by.
 template <Type type>
-FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale, float base) {
+FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale, float top) {
   widen<type>(powers, scores, is_f16);
 #pragma unroll
-  for (int i = 0; i < kVector<type>; ++i) powers[i] = power<type>(__fmaf_rn(powers[i], scale, -base));
+  for (int i = 0; i < kVector<type>; ++i) powers[i] = power<type>((powers[i] - top) * scale);
 }
 
 /// Keeps the compiler from knowing what a number was: it would keep what it computed from that.

@@ -1,28 +1,12 @@
 // Forward with masks that add and lie as the scores do, within 16 bytes: rows that a block's threads hold as float32.
-//
-// A grid of the mask's dimensions spares most blocks all divisions, which would be a third of what there is to do. Rows that share a row of
-// the mask, as those of heads do, are neighbours in it: the second-level cache has the mask's row then, and need not have all of them.
 #pragma once
 
 #include "softmax/softmax_mask.cuh"
 
 namespace flexops::softmax {
 
-template <Type type>
-constexpr int kAddedHeld = type == kF32 ? 4 : 2;       // vectors of a row that a thread holds
+constexpr int kAddedHeld = 4;                          // vectors of a row that a thread holds
 constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a block; two such leave a thread 64 registers
-
-/// The thread's row, and where the mask's begins.
-FLEXOPS_DEVICE Place find_masked_place(const Params& p, i64& mask_at) {
-  if (!p.gridded) {
-    const Place place = find_place(p);
-    mask_at = mask_offset(p, place.row);
-    return place;
-  }
-  const i64 x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;
-  mask_at = x * p.mask_steps[0] + y * p.mask_steps[1] + z * p.mask_steps[2];
-  return {x * p.row_steps[0] + y * p.row_steps[1] + z * p.row_steps[2], static_cast<int>(threadIdx.x), true};
-}
 
 /// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What is outside of the row comes as
 /// anything.
@@ -57,7 +41,7 @@ FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Mask kind, i
 
 template <Type type>
 __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kAddedHeld<type>;
+  constexpr int N = kVector<type>, V = kAddedHeld;
   using T = Element<type>;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   i64 mask_at;
@@ -74,17 +58,16 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
   float s[V * N], scores[N];
   const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == kAddF32 ? 4 : 2);
   read_added<N, V>(s, mask, p.mask_kind, first, step, length);
-  const float scale = p.scale * kUnit<type>;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     widen<type>(scores, raw[k], p.is_f16);
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(s[k * N + i], kUnit<type>, scores[i] * scale);
+    for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(scores[i], p.scale, s[k * N + i]);
     limit_exponents<type>(s + k * N, first + k * step, length);
   }
   const float maximum = settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
-  for (int i = 0; i < V * N; ++i) s[i] = power<type>(s[i] - maximum);
+  for (int i = 0; i < V * N; ++i) s[i] = power<type>((s[i] - maximum) * kUnit<type>);
   const float sum = reduce_row<true>(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (!place.exists) return;

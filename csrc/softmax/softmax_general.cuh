@@ -1,5 +1,5 @@
-// Forward, whatever the other kernels do not take: masks that lie otherwise than the scores, of one value for many rows or for all of a
-// row; any scale; masked rows of any length.
+// Forward, whatever the other kernels do not take: masks that add and lie otherwise than the scores or have one value for all of a row; any
+// scale; masked rows of any length.
 #pragma once
 
 #include "softmax/softmax_mask.cuh"
@@ -20,7 +20,6 @@ struct MaskRow {
 };
 
 /// `length` becomes 0 if the mask leaves nothing.
-template <Type type>
 FLEXOPS_DEVICE MaskRow find_mask(const Params& p, i64 row, int& length) {
   MaskRow m = {nullptr, 0.0f, p.mask_kind};
   if (p.mask_kind == kNoMask) return m;
@@ -31,9 +30,9 @@ FLEXOPS_DEVICE MaskRow find_mask(const Params& p, i64 row, int& length) {
   } else if (p.mask_kind == kBoolean) {
     if (*start == 0) length = 0;
   } else if (p.mask_kind == kAddF32) {
-    m.bias = *reinterpret_cast<const float*>(start) * kUnit<type>;
+    m.bias = *reinterpret_cast<const float*>(start);
   } else {
-    m.bias = half_to_float(*reinterpret_cast<const u16*>(start), p.mask_kind) * kUnit<type>;
+    m.bias = half_to_float(*reinterpret_cast<const u16*>(start), p.mask_kind);
   }
   return m;
 }
@@ -79,12 +78,12 @@ FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
     u32 words[N];
     load_words(words, m.row, from * 4, size * 4, inside);
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(bit_cast<float>(words[i]), kUnit<type>, s[i]);
+    for (int i = 0; i < N; ++i) s[i] += bit_cast<float>(words[i]);
   } else {
     u32 words[N / 2];
     load_words(words, m.row, from * 2, size * 2, inside);
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(half_to_float(words[i / 2] >> (i % 2 * 16) & 0xffffu, m.kind), kUnit<type>, s[i]);
+    for (int i = 0; i < N; ++i) s[i] += half_to_float(words[i / 2] >> (i % 2 * 16) & 0xffffu, m.kind);
   }
 }
 
@@ -118,14 +117,13 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
     raw[k] = {{0, 0, 0, 0}};
     if (first + k * step < length) raw[k] = load_vector<type, kRead>(x, first + k * step);
   }
-  const MaskRow mask = find_mask<type>(p, place.row, length);
+  const MaskRow mask = find_mask(p, place.row, length);
   float s[V * N];
-  const float scale = p.scale * kUnit<type>;
 #pragma unroll
-  for (int k = 0; k < V; ++k) make_exponents<type>(s + k * N, raw[k], p.is_f16, scale, mask, first + k * step, length);
+  for (int k = 0; k < V; ++k) make_exponents<type>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
   const float maximum = settle(reduce_row(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
-  for (int i = 0; i < V * N; ++i) s[i] = power<type>(s[i] - maximum);
+  for (int i = 0; i < V * N; ++i) s[i] = power<type>((s[i] - maximum) * kUnit<type>);
   const float sum = reduce_row(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (!place.exists) return;
@@ -145,9 +143,8 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
   const T* x = static_cast<const T*>(p.x) + row * p.stride;
   T* out = static_cast<T*>(p.out) + row * p.length;
   int length = visible(p, row);
-  const MaskRow mask = find_mask<type>(p, row, length);
+  const MaskRow mask = find_mask(p, row, length);
   const int first = static_cast<int>(threadIdx.x) * N - head_of<type>(x), step = p.lanes * N;
-  const float scale = p.scale * kUnit<type>;
   float maximum = -infinity(), sum = 0.0f, inverse = 0.0f, s[N];
   Packed raw[V];
 #pragma unroll 1
@@ -156,7 +153,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
     const int from = first + (writes ? 2 * p.chunks - 1 - turn : turn) * V * step;
     if (turn == p.chunks) {
       const float top = settle(reduce_row(maximum, Max{}, -infinity(), p.lanes, maxima));
-      sum = reduce_row(sum * power<type>(maximum - top), Sum{}, 0.0f, p.lanes, sums);
+      sum = reduce_row(sum * power<type>((maximum - top) * kUnit<type>), Sum{}, 0.0f, p.lanes, sums);
       maximum = top, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     } else {
 #pragma unroll
@@ -173,14 +170,14 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
       raw[V - 1] = vector;  // in turn, because code for each of them is much to compile
       const int at = from + k * step;
       if (at >= (writes ? p.length : length)) continue;
-      make_exponents<type>(s, vector, p.is_f16, scale, mask, at, length);
+      make_exponents<type>(s, vector, p.is_f16, p.scale, mask, at, length);
       const float highest = writes ? maximum : fmaxf(maximum, max_tree<N>(s)), base = settle(highest);
 #pragma unroll
-      for (int i = 0; i < N; ++i) s[i] = power<type>(s[i] - base);
+      for (int i = 0; i < N; ++i) s[i] = power<type>((s[i] - base) * kUnit<type>);
       if (writes) {
         store_results<type>(out, s, p.is_f16, sum, inverse, at, length, p.length);
       } else {
-        sum = sum * power<type>(maximum - base) + sum_tree<N>(s);
+        sum = sum * power<type>((maximum - base) * kUnit<type>) + sum_tree<N>(s);
         maximum = highest;
       }
     }

@@ -36,24 +36,24 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
   T* out = static_cast<T*>(p.out) + row * p.length;
   const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<type>(x), step = p.lanes * N;
   const float scale = p.scale * kUnit<type>;
-  float base = -infinity(), sum = 0.0f, s[N];  // `base`: the greatest exponent so far
+  float maximum = -infinity(), sum = 0.0f, s[N];
   Packed scores[V];
 #pragma unroll 1
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
     const int from = first + chunk * V * step;
     load_scores<type, kRead>(scores, x, from, step, length, p);
-    const float highest = Max{}(find_base(highest_of<type>(scores, p.is_f16), scale), base);
-    sum *= power<type>(base - settle(highest));
-    base = highest;
+    const float highest = Max{}(highest_of<type>(scores, p.is_f16), maximum), base = settle(highest);
+    sum *= power<type>((maximum - base) * scale);
+    maximum = highest;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (from + k * step >= length) continue;
-      make_powers<type>(s, scores[k], p.is_f16, scale, settle(base));
+      make_powers<type>(s, scores[k], p.is_f16, scale, base);
       sum += sum_tree<N>(s);
     }
   }
-  float top = settle(reduce_row(base, Max{}, -infinity(), p.lanes, maxima));
-  sum = reduce_row(sum * power<type>(base - top), Sum{}, 0.0f, p.lanes, sums);
+  float top = find_top(reduce_row(maximum, Max{}, -infinity(), p.lanes, maxima), p.scale);
+  sum = reduce_row(sum * power<type>((maximum - top) * scale), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   forget(top);
 #pragma unroll 1

@@ -17,6 +17,20 @@ FLEXOPS_DEVICE i64 mask_offset(const Params& p, i64 row) {
   return offset + row * p.mask_strides[p.mask_dims - 1];
 }
 
+/// The thread's row, and where the mask's begins. A grid of the mask's dimensions spares most blocks all divisions, which would be a third
+/// of what there is to do. Rows that share a row of a large mask, as those of heads do, are neighbours in it: the second-level cache has
+/// the mask's row then, and need not have all of them.
+FLEXOPS_DEVICE Place find_masked_place(const Params& p, i64& mask_at) {
+  if (!p.gridded) {
+    const Place place = find_place(p);
+    mask_at = mask_offset(p, place.row);
+    return place;
+  }
+  const i64 x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;
+  mask_at = x * p.mask_steps[0] + y * p.mask_steps[1] + z * p.mask_steps[2];
+  return {x * p.row_steps[0] + y * p.row_steps[1] + z * p.row_steps[2], static_cast<int>(threadIdx.x), true};
+}
+
 /// Bytes of a boolean mask, four to a word, for V vectors of a thread, `step` elements apart. What is outside of the row comes as anything.
 template <int N, int V>
 FLEXOPS_DEVICE void read_boolean(u32 (&words)[V][N / 4], const char* row, int from, int step, int length) {

@@ -15,6 +15,49 @@ constexpr int kMostOfRows = type == kF32 ? kMostThreads
 template <Type type, bool kMasked>
 constexpr int kBlocksOfRows = (kMostOfRows<type, kMasked>) < kMostThreads ? 2 : 1;
 
+/// The sum of the powers of a thread's scores, `length` of which take part. In float32 these become their powers.
+template <Type type, int V>
+FLEXOPS_DEVICE float add_powers(Packed (&scores)[V], bool is_f16, int first, int step, int length, float scale, float top) {
+  constexpr int N = kVector<type>;
+  float sum = 0.0f, powers[N];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    if (first + k * step >= length) continue;
+    make_powers<type>(powers, scores[k], is_f16, scale, top);
+    sum += sum_tree<N>(powers);
+    if constexpr (type == kF32) scores[k] = narrow<type>(powers);
+  }
+  return sum;
+}
+
+/// Writes the powers, divided by their sum, and zeros beyond `length`, to a row that ends at `end`.
+template <Type type, int V>
+FLEXOPS_DEVICE void write_powers(void* row, int end, const Packed (&scores)[V], bool is_f16, int first, int step, int length, float scale,
+                                 float top, float sum) {
+  constexpr int N = kVector<type>;
+  Element<type>* out = static_cast<Element<type>*>(row);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  float powers[N];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const int at = first + k * step;
+    if (at >= end) break;
+    Packed results = {{0, 0, 0, 0}};
+    if (at < length) {
+      if constexpr (type == kF32) {
+        widen<type>(powers, scores[k]);
+      } else {  // again, which is cheaper than the registers to keep them: rows under way are what hides memory's latency
+        make_powers<type>(powers, scores[k], is_f16, scale, top);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
+      results = narrow<type>(powers, is_f16);
+      limit_end<type>(results, at, length, 0);
+    }
+    store_vector<type, kWrite>(out, at, end, results);
+  }
+}
+
 /// Rows of up to lanes * kHeld vectors; for a positive scale.
 template <Type type, bool kMasked>
 __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<type, kMasked>))
@@ -22,7 +65,9 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
   constexpr int N = kVector<type>, V = kHeld<type, kMasked>;
   using T = Element<type>;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
-  const Place place = find_place(p);
+  const bool boolean = kMasked && (type != kF32 || p.mask_kind == kBoolean);
+  i64 mask_at = 0;
+  const Place place = boolean ? find_masked_place(p, mask_at) : find_place(p);
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
   const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
   int length = visible(p, place.row);
@@ -35,8 +80,8 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
   }
   u32 words[V][N / 4];
   bool bytewise = false;
-  if (kMasked && (type != kF32 || p.mask_kind == kBoolean)) {
-    const char* mask = static_cast<const char*>(p.mask) + mask_offset(p, place.row);
+  if (boolean) {
+    const char* mask = static_cast<const char*>(p.mask) + mask_at;
     if (p.mask_step == 0) {
       if (*mask == 0) length = 0;
     } else {
@@ -58,38 +103,19 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
       limit_end<type>(scores[k], at, length, p.lowest);
     }
   }
-  const float maximum = settle(reduce_row(highest_of<type>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima));
+  float top = find_top(reduce_row(highest_of<type>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima), p.scale);
   const float scale = p.scale * kUnit<type>;
-  float base = find_base(maximum, scale), sum = 0.0f, powers[N];
-#pragma unroll
-  for (int k = 0; k < V; ++k) {
-    if (first + k * step >= length) continue;
-    make_powers<type>(powers, scores[k], p.is_f16, scale, base);
-    sum += sum_tree<N>(powers);
-    if constexpr (type == kF32) scores[k] = narrow<type>(powers);
-  }
+  const bool f16 = type == kHalf && p.is_f16, apart = kMasked && f16;  // one branch: with a mask, branches for every vector cost 4 %
+  float sum = apart ? add_powers<kF16>(scores, false, first, step, length, scale, top)
+                    : add_powers<type>(scores, f16 && !kMasked, first, step, length, scale, top);
   sum = reduce_row(sum, Sum{}, 0.0f, p.lanes, sums);
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (!place.exists) return;
-  forget(base);
+  forget(top);
   T* out = static_cast<T*>(p.out) + place.row * p.length;
-#pragma unroll
-  for (int k = 0; k < V; ++k) {
-    const int at = first + k * step;
-    if (at >= p.length) break;
-    Packed results = {{0, 0, 0, 0}};
-    if (at < length) {
-      if constexpr (type == kF32) {
-        widen<type>(powers, scores[k]);
-      } else {  // again, which is cheaper than the registers to keep them: rows under way are what hides memory's latency
-        make_powers<type>(powers, scores[k], p.is_f16, scale, base);
-      }
-#pragma unroll
-      for (int i = 0; i < N; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
-      results = narrow<type>(powers, p.is_f16);
-      limit_end<type>(results, at, length, 0);
-    }
-    store_vector<type, kWrite>(out, at, p.length, results);
+  if (apart) {
+    write_powers<kF16>(out, p.length, scores, false, first, step, length, scale, top, sum);
+  } else {
+    write_powers<type>(out, p.length, scores, f16 && !kMasked, first, step, length, scale, top, sum);
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -48,6 +49,20 @@ def draw_mask(choose: random.Random, generator: torch.Generator, x: Tensor) -> T
         if choose.random() < 0.6:
             mask = mask.masked_fill(~kept, -torch.inf)
     return torch.stack([mask, mask], -1)[..., 0] if choose.random() < 0.2 else mask
+
+
+def draw_lowest(dtype: torch.dtype, device: str, length: int) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+    """Scores, masks and scales, with rows that have nothing but a lowest number: these are even. 1/4 keeps sums with float16's exact."""
+    x = (torch.randint(-40, 41, (2, 3, 2, length), device=device) / 4).to(dtype)
+    for mask_dtype in DTYPES:
+        for shape in ((2, 1, 1, length), (2, 1, 2, length), (2, 3, 2, length), (2, 3, 2, 1)):
+            mask = torch.zeros(shape, dtype=mask_dtype, device=device)
+            mask[0] = torch.finfo(mask_dtype).min
+            yield x, mask, 0.25
+    for lowest in (torch.finfo(dtype).min, -60000.0 if dtype == torch.float16 else -1e10):
+        x[0, 0] = lowest
+        for keep in (None, torch.ones(2, 1, 2, length, dtype=torch.bool, device=device), torch.zeros(2, 1, 1, length, device=device)):
+            yield x, keep, 0.3
 
 
 def assert_near(actual: Tensor, expected: Tensor, units: float = 2, scale: float = 0.0) -> None:

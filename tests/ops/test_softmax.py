@@ -21,7 +21,7 @@ from flexops.bench.reference import OnReference
 from flexops.ops import softmax as softmax_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from softmax_cases import DTYPES, assert_near, draw_mask, draw_scores
+from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
 
 LOWEST = -torch.inf
 
@@ -197,6 +197,14 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
     assert y.isfinite().all()
     torch.testing.assert_close(y[:, without], torch.softmax(x[:, without], -1))
     assert flexops.scaled_masked_softmax(torch.full((1, length), torch.nan, dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [9, 300])
+@pytest.mark.usefixtures("native")
+def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
+    for arguments in draw_lowest(dtype, "cpu", length):
+        assert_near(flexops.scaled_masked_softmax(*arguments), softmax_module._scaled_masked_softmax_reference(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
