@@ -6,7 +6,7 @@
 // had other tensors. Backward: blocks walk over the rows with the next ones already on their way to shared memory. A thread has the same
 // columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
 // atomics: the same bits every time. The rest (few rows, rows that are very long or not made of aligned 16-byte vectors, mixed types) takes
-// simpler kernels, which hold a row in registers and read again what these do not hold.
+// simpler kernels: forward these hold a row in shared memory and read again what that does not hold, backward they read twice.
 #pragma once
 
 #include "common/async.cuh"

@@ -4,6 +4,8 @@
 
 #include "norm/norm_forward_held.cuh"
 #include "norm/norm_forward_layer.cuh"
+#include "norm/norm_forward_long.cuh"
+#include "norm/norm_forward_short.cuh"
 #include "norm/norm_launch.h"
 
 namespace flexops {
@@ -12,6 +14,8 @@ namespace {
 using norm::Forward;
 
 constexpr int64_t kBusy = 100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
+constexpr int64_t kPiece = 4;      // elements of forward_ragged's pieces
+constexpr int64_t kPieces = 12;    // that a thread takes of a row
 
 /// Whether all that a vector of the row's type goes with is aligned.
 bool has_vectors(const NormForward& a, int64_t vector) {
@@ -35,12 +39,13 @@ const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, tr
 // Layer norm's own, for bf16 alone: kMany does as well, at most a tenth slower with many rows and a microsecond with few.
 const void* const kLayer = FLEXOPS_NORM_KERNEL(forward_layer<bf16>);
 const void* const kFewLayer = FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kFewItems>);
-/// A kernel, the elements of its vectors, how many of these its threads hold, how many rows its groups take, and whether it holds them in
-/// shared memory, as far as that goes.
+/// A kernel, the elements of its vectors, how many of these its threads hold, and how many rows its groups take.
 struct Way {
   const void* kernel;
   int64_t vector, items, together = 1;
-  bool shared = false;
+  int64_t slot = 0;     // bytes of shared memory that hold a vector; 0: registers do
+  int resident = 0;     // threads of which a multiprocessor has registers
+  bool ragged = false;  // vectors begin where the result has aligned ones, so a row may have one more
 };
 
 int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -74,33 +79,46 @@ Way choose(const NormForward& a) {
     }
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
-  return {norm::rows_kernel(a.row_type, aligned), aligned ? vector : 1, aligned ? norm::kItems : norm::kManyItems, 1, true};
+  if (aligned && a.row_type == NormType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
+    return {FLEXOPS_NORM_KERNEL(forward_long<float>), vector, norm::kItems, 1, 16, 1024};
+  if (aligned) return {norm::rows_kernel(a.row_type, true), vector, norm::kItems, 1, 16, a.row_type == NormType::f32 ? 2048 : 1024};
+  // Where few elements have a place in a vector, single ones are no slower.
+  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {FLEXOPS_NORM_KERNEL(forward_short), 1, norm::kItems};
+  const int64_t piece = kPiece * (norm::size_of(a.row_type) + (a.residual ? norm::size_of(a.type) : 0));
+  return {norm::rows_kernel(a.row_type, false), kPiece, kPieces, 1, piece, 1024, true};
 }
 
 /// How many vectors a thread has at least where rows are few.
 int64_t least_vectors(const Way& way, NormCodes codes) {
-  if (way.shared) return way.vector == 1 ? norm::kItems : 1;
-  if (way.items != norm::kManyItems) return 1;
+  if (way.slot || way.items != norm::kManyItems) return 1;
   return codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
 }
 
-/// How many of its `wanted` vectors a thread holds in shared memory, if one for each thread of a block takes `slots` bytes; single elements
-/// by fours. Two blocks share a multiprocessor: one loads while the other stores.
-int held_vectors(const Way& way, int64_t wanted, int64_t slots) {
-  constexpr int64_t kReserved = 1024;  // a kernel's own shared memory, and the driver's
-  const norm::Gpu& gpu = norm::current_gpu();
-  const int64_t share = gpu.shared_of_processor / 2, limit = gpu.shared_of_block < share ? gpu.shared_of_block : share;
-  const int64_t room = (limit - 2 * kReserved) / slots / 4 * 4;
-  if (way.vector == 1) wanted = ceil_divide(wanted, 4) * 4;
-  return static_cast<int>(wanted < room ? wanted : room);
-}
+/// The threads of a row, and the bytes of shared memory that they may have.
+struct Share {
+  int threads;
+  int64_t bytes;
+
+  /// Two blocks share a multiprocessor, so that one loads while the other stores; a row has it alone if it is one of few, or if it does not
+  /// fit into half of the shared memory while half of the threads are too few for the rest.
+  Share(const Way& way, int64_t vectors, bool few) {
+    constexpr int64_t kReserved = 2048;  // a kernel's own shared memory, and the driver's
+    const norm::Gpu& gpu = norm::current_gpu();
+    const int64_t all = gpu.shared_of_block - kReserved, half = gpu.shared_of_processor / 2 - kReserved;
+    const bool alone = few || (way.resident < 2 * norm::kMostThreads && vectors * way.slot > half);
+    threads = alone ? norm::kMostThreads : way.resident / 2;
+    bytes = alone || all < half ? all : half;
+  }
+};
 
 }  // namespace
 
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
   if (a.rows == 0) return nullptr;
   const Way way = choose(a);
-  const int64_t vectors = a.columns / way.vector, parts = ceil_divide(vectors, way.items);
+  const int64_t vectors = way.ragged ? ceil_divide(a.columns + way.vector - 1, way.vector) : a.columns / way.vector,
+                parts = ceil_divide(vectors, way.items);
+  const bool few = has_few_rows(a, parts);
   Forward p;
   p.x = a.x, p.residual = a.residual, p.weight = a.weight, p.bias = a.bias;
   p.y = a.y, p.new_residual = a.new_residual, p.mean = a.mean, p.rstd = a.rstd, p.scales = a.scales;
@@ -112,14 +130,18 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   p.same = a.weight != nullptr && a.weight_type == a.type;
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
-  p.lanes = norm::lanes_for(has_few_rows(a, parts) ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts,
-                            way.shared && way.vector > 1 ? norm::kMostThreads : norm::kHeldThreads);
-  const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
+  const int64_t wanted = few ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts;
   int64_t shared_bytes = 0;
-  if (way.shared) {
-    const int64_t slots = grid.threads * (way.vector == 1 ? int64_t{sizeof(norm::Raw<norm::Any>)} : int64_t{sizeof(norm::Raw<float>)});
-    p.held = held_vectors(way, ceil_divide(vectors, p.lanes), slots), shared_bytes = p.held * slots;
+  if (way.slot == 0) {
+    p.lanes = norm::lanes_for(wanted, norm::kHeldThreads);
+  } else {
+    const Share share(way, vectors, few);
+    p.lanes = norm::lanes_for(wanted, share.threads);
+    const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot, room = share.bytes / slots;
+    const int64_t needed = ceil_divide(vectors, p.lanes);
+    p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }
+  const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
   norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, shared_bytes, stream);
   return norm::last_error();
 }

@@ -13,7 +13,7 @@ struct Forward {
   i64 rows, x_stride, residual_stride;
   int columns, vectors;  // of a row
   int lanes;             // that share a row
-  int held;              // forward_rows: vectors of a thread that shared memory holds
+  int held;              // vectors or pieces of a thread that shared memory holds
   float eps, inverse;    // 1 / columns
   Type type, row_type, weight_type;
   Codes codes;

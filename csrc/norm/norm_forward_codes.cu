@@ -1,6 +1,7 @@
 // The norms' forward kernels that are compiled apart, for the time it takes: codes, and all that others do not take.
 
 #include "norm/norm_forward_codes.cuh"
+#include "norm/norm_forward_ragged.cuh"
 #include "norm/norm_forward_rows.cuh"
 #include "norm/norm_launch.h"
 
@@ -15,7 +16,7 @@ const void* codes_kernel(NormType type, int items) {
 }
 
 const void* rows_kernel(NormType type, bool vectors) {
-  if (!vectors) return FLEXOPS_NORM_KERNEL(forward_rows<Any>);
+  if (!vectors) return FLEXOPS_NORM_KERNEL(forward_ragged);
   return type == NormType::f32 ? FLEXOPS_NORM_KERNEL(forward_rows<float>) : FLEXOPS_NORM_KERNEL(forward_rows<Half>);
 }
 

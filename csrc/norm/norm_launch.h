@@ -56,7 +56,8 @@ struct Grid {
 
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&::flexops::norm::__VA_ARGS__)
 
-/// Kernels of norm_forward_codes.cu: forward_codes whose threads hold so many vectors, and forward_rows, of vectors or of elements.
+/// Kernels of norm_forward_codes.cu: forward_codes whose threads hold so many vectors, and forward_rows, or forward_ragged where there are
+/// no vectors.
 const void* codes_kernel(NormType type, int items);
 const void* rows_kernel(NormType type, bool vectors);
 

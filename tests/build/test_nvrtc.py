@@ -77,7 +77,10 @@ KERNELS = {
     ),
     "norm/norm_forward_layer.cuh": ("flexops::norm::forward_layer<flexops::bf16>",),
     "norm/norm_forward_codes.cuh": tuple(f"flexops::norm::forward_codes<{t}, {held}>" for t in ELEMENTS[:3] for held in (4, 8)),
-    "norm/norm_forward_rows.cuh": tuple(f"flexops::norm::forward_rows<{t}>" for t in ("float", "flexops::norm::Half", "flexops::norm::Any")),
+    "norm/norm_forward_rows.cuh": tuple(f"flexops::norm::forward_rows<{t}>" for t in ("float", "flexops::norm::Half")),
+    "norm/norm_forward_long.cuh": ("flexops::norm::forward_long<float>",),
+    "norm/norm_forward_ragged.cuh": ("flexops::norm::forward_ragged",),
+    "norm/norm_forward_short.cuh": ("flexops::norm::forward_short",),
     "norm_backward/norm_backward.cuh": (
         *(f"flexops::norm::backward_walk<{type_}, true>" for type_ in ELEMENTS[:3]),
         *(f"flexops::norm::backward_walk<flexops::bf16, {way}>" for way in ("false", "true, true")),
