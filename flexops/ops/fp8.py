@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._difference import difference
 from ._register import define
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -300,13 +301,12 @@ def self_check(device: str) -> float:
     For ``flexops doctor``. Returns the largest difference of the values that come back, and of the scales.
     """
     x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
-    worst = 0.0
+    pairs = []
     for dtype, segment in ((torch.float8_e4m3fn, _PER_ROW), (torch.float8_e5m2, 64), (torch.float8_e4m3fn, _PER_TENSOR)):
         values, scales = torch.ops.flexops.quantize_fp8(x, dtype, segment)
         back = torch.ops.flexops.dequantize_fp8(values, scales, segment, x.dtype)
         expected_values, expected_scales = _quantize_reference(x, dtype, segment)
-        expected = _dequantize_reference(expected_values, expected_scales, segment, x.dtype)
-        worst = max(worst, float((back - expected).abs().max()), float((scales - expected_scales).abs().max()))
+        pairs += [(back, _dequantize_reference(expected_values, expected_scales, segment, x.dtype)), (scales, expected_scales)]
     values, scales = torch.ops.flexops.quantize_int8(x)
-    expected = _dequantize_int8_reference(*_quantize_int8_reference(x), x.dtype)
-    return max(worst, float((torch.ops.flexops.dequantize_int8(values, scales, x.dtype) - expected).abs().max()))
+    pairs.append((torch.ops.flexops.dequantize_int8(values, scales, x.dtype), _dequantize_int8_reference(*_quantize_int8_reference(x), x.dtype)))
+    return difference(*zip(*pairs, strict=True))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._difference import difference
 from ._register import call, define
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
 
@@ -367,4 +368,4 @@ def self_check(device: str) -> float:
     ops = torch.ops.flexops
     results = (*ops.add_layer_norm_forward(x, residual, weight, bias, 1e-5), *ops.rms_norm_forward(x, weight, 1e-6))
     expected = (*_add_layer_norm_reference(x, residual, weight, bias, 1e-5), *_rms_norm_reference(x, weight, 1e-6))
-    return max(float((one - other).abs().max()) for one, other in zip(results, expected, strict=True))
+    return difference(results, expected)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._difference import difference
 from ._register import define
 
 
@@ -124,4 +125,4 @@ def self_check(device: str) -> float:
     rms = (grad, None, x, weight, rstd, True, True)
     results = (*LAYER_NORM_BACKWARD(*layer), *RMS_NORM_BACKWARD(*rms))
     expected = (*_layer_norm_backward_reference(*layer), *_rms_norm_backward_reference(*rms))
-    return max(float((one - other).abs().max()) for one, other in zip(results, expected, strict=True))
+    return difference(results, expected)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._difference import difference
 from ._register import define
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -318,11 +319,11 @@ def self_check(device: str) -> float:
     For ``flexops doctor``. Returns the largest difference of the values that come back, and of the scales.
     """
     x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
-    worst = 0.0
+    pairs = []
     for bits, dim, symmetric in ((4, 1, False), (8, 0, True)):
         packed, scales = torch.ops.flexops.quantize(x.detach() if x.requires_grad else x, bits, 64, dim, symmetric)
         values = torch.ops.flexops.dequantize(packed, scales, x.shape[dim], bits, 64, dim, x.dtype)
         expected_packed, expected_scales = _quantize_reference(x, bits, 64, dim, symmetric)
         expected = _dequantize_reference(expected_packed, expected_scales, x.shape[dim], bits, 64, dim, x.dtype)
-        worst = max(worst, float((values - expected).abs().max()), float((scales - expected_scales).abs().max()))
-    return worst
+        pairs += [(values, expected), (scales, expected_scales)]
+    return difference(*zip(*pairs, strict=True))

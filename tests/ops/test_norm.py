@@ -19,6 +19,7 @@ from torch import Tensor
 import flexops
 from flexops.op_builder import loader
 from flexops.ops import norm as norm_module
+from flexops.ops import norm_backward as backward_module
 from flexops.ops import norm_quantized as quantized_module
 from flexops.ops._register import references
 
@@ -445,3 +446,4 @@ def test_a_module_trains_as_torchs() -> None:
 @pytest.mark.usefixtures("native")
 def test_self_check() -> None:
     assert norm_module.self_check("cpu") < 1e-4
+    assert backward_module.self_check("cpu") < 1e-4
