@@ -13,9 +13,12 @@ using quant::Params;
 
 constexpr int64_t kLongGroup = 4096;  // a block works on each, where neighbouring lanes would not have neighbouring columns
 constexpr int64_t kDivisible = int64_t{1} << 31;
-constexpr int64_t kUnlimited = int64_t{1} << 30;
+constexpr int64_t kPiece = int64_t{1} << 27;  // rows, dequantizing: vectors of a launch, and of a group at most
 
 int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
+
+/// Bytes of a 16-byte vector's codes.
+int64_t code_bytes(const QuantLayout& l) { return 16 / element_size(l.type) * l.bits / 8; }
 
 bool aligned(const void* pointer, uintptr_t bytes = 16) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
@@ -40,6 +43,8 @@ Params make_params(const void* in, void* out, const void* scales, const QuantLay
   p.bits = l.bits, p.pair = l.symmetric ? 1 : 2;
   p.type = static_cast<quant::Type>(l.type), p.scale_type = static_cast<quant::Type>(l.scale_type);
   p.flat = p.paired = false;
+  p.flip = 0, p.base = 0.0f, p.log_pair = p.codes_of_block = p.pairs_of_block = 0;
+  p.code_bytes = p.pair_bytes = p.pairs_ahead = 0;
   return p;
 }
 
@@ -74,10 +79,13 @@ bool plan_columns_to_quantize(Params& p, const QuantLayout& l, const void* eleme
 }
 
 bool plan_columns_to_dequantize(Params& p, const QuantLayout& l, const void* elements) {
-  if (!across_vectors(l, elements)) return false;
-  const int64_t chunks = l.inner / (16 / element_size(l.type)), parts = (l.group_size + quant::kPartRows - 1) / quant::kPartRows;
+  const int64_t lines = l.outer * l.groups;
+  if (!across_vectors(l, elements) || lines >= kDivisible || l.group_size >= kDivisible || l.inner >= kDivisible) return false;
+  if (lines * l.group_size >= kDivisible) return false;
+  const int64_t chunks = l.inner / (16 / element_size(l.type)), parts = (l.group_bytes + quant::kPartCodes - 1) / quant::kPartCodes;
   p.chunks = quick(chunks), p.parts = quick(parts);
-  p.total = l.outer * l.groups * parts * chunks;
+  p.total = lines * parts * chunks;
+  p.code_bytes = (lines * l.group_bytes - quant::kPartCodes + 1) * l.inner - quant::kColumnsAhead;
   return p.total < kDivisible;
 }
 
@@ -111,6 +119,30 @@ void launch(const Kernels& kernels, Params& p, int64_t per_block, int threads, v
   launch(kernels[p.type], p, per_block, threads, stream);
 }
 
+/// What turns codes back into numbers: see decode().
+void plan_decoding(Params& p, const QuantLayout& l) {
+  p.flip = !l.symmetric ? 0u : l.bits == 4 ? 0x08080808u : 0x80808080u;
+  p.base = static_cast<float>((1 << 23) + (l.symmetric ? 1 << (l.bits - 1) : 0));
+}
+
+/// What has no gaps, in pieces: its vectors' numbers have 32 bits.
+void launch_row_dequantizers(Params& p, const QuantLayout& l, void* stream) {
+  const int64_t all = p.total, piece = p.flat ? kPiece : all, pair_bytes = p.pair * element_size(l.scale_type),
+                pairs_of_block = (quant::kDecodeThreads >> p.log_lanes) * pair_bytes;
+  p.log_pair = log2_of(pair_bytes);
+  p.codes_of_block = static_cast<int>(quant::kDecodeThreads * code_bytes(l));
+  p.pairs_of_block = static_cast<int>(pairs_of_block > 0 ? pairs_of_block : 1);
+  p.pairs_ahead = (quant::kRowsAhead / code_bytes(l) >> p.log_lanes) * pair_bytes;
+  for (int64_t begin = 0; begin < all; begin += piece) {
+    p.total = all - begin < piece ? all - begin : piece;
+    p.code_bytes = (p.total >> p.log_lanes) * p.group_bytes, p.pair_bytes = (p.total >> p.log_lanes) * pair_bytes;
+    launch(kRowDequantizers, p, quant::kDecodeThreads, quant::kDecodeThreads, stream);
+    p.x = static_cast<const char*>(p.x) + piece * code_bytes(l);
+    p.out = static_cast<char*>(p.out) + piece * 16;
+    p.scales = static_cast<char*>(p.scales) + (piece >> p.log_lanes) * pair_bytes;
+  }
+}
+
 const char* last_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -135,9 +167,13 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
 const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out, const QuantLayout& layout, void* stream) {
   if (layout.outer * layout.length * layout.inner == 0) return nullptr;
   Params p = make_params(packed, out, scales, layout);
-  if (plan_rows(p, layout, out, kUnlimited)) {
-    launch(kRowDequantizers, p, quant::kRowThreads * quant::kVectors, quant::kRowThreads, stream);
-  } else if (plan_columns_to_dequantize(p, layout, out)) {
+  plan_decoding(p, layout);
+  // Views may begin anywhere.
+  const bool rows = aligned(packed, code_bytes(layout)) && aligned(scales, p.pair * element_size(layout.scale_type)),
+             columns = aligned(packed, 16 / element_size(layout.type)) && aligned(scales);
+  if (rows && plan_rows(p, layout, out, kPiece)) {
+    launch_row_dequantizers(p, layout, stream);
+  } else if (columns && plan_columns_to_dequantize(p, layout, out)) {
     launch(kColumnDequantizers, p, quant::kPartThreads, quant::kPartThreads, stream);
   } else {
     plan_any(p, layout, out, packed);

@@ -2,9 +2,10 @@
 // that decides a result is an explicit, unfused one.
 //
 // Memory decides: bf16 to 4 bits in groups of 64 reads 2 and writes 0.56 bytes an element. So each element is read once, 16 bytes at a
-// time, its group stays in registers, and a thread has several loads in flight. Results are marked as the first to be evicted; inputs are
-// not: among the lines that other kernels leave in the cache, lines so marked have little room, which costs 5 %. Codes that are read bypass
-// the first-level cache: see common/once.cuh. Three ways:
+// time, its group stays in registers, and a thread that quantizes has several loads in flight. Results are marked as the first to be
+// evicted; inputs are not: among the lines that other kernels leave in the cache, lines so marked have little room, which costs 5 %. Codes
+// that are read bypass the first-level cache (see common/once.cuh), and blocks that dequantize ask the second-level one for what others
+// will read some microseconds later: 2 to 3 %. Three ways:
 //   rows      groups along contiguous memory, of whole 16-byte vectors: 1 to 32 neighbouring lanes hold a group's;
 //   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes of a few rows;
 //   any       the rest: 1 to 32 lanes or a whole block hold a group's elements in pairs, or go over a long group twice.
@@ -37,8 +38,11 @@ namespace flexops::quant {
 #if !defined(FLEXOPS_QUANT_PART_THREADS)
 #define FLEXOPS_QUANT_PART_THREADS 128
 #endif
-#if !defined(FLEXOPS_QUANT_PART_ROWS)
-#define FLEXOPS_QUANT_PART_ROWS 8
+#if !defined(FLEXOPS_QUANT_PART_CODES)
+#define FLEXOPS_QUANT_PART_CODES 4
+#endif
+#if !defined(FLEXOPS_QUANT_DECODE_THREADS)
+#define FLEXOPS_QUANT_DECODE_THREADS 256
 #endif
 #if !defined(FLEXOPS_QUANT_ANY_HELD)
 #define FLEXOPS_QUANT_ANY_HELD 16
@@ -58,12 +62,15 @@ constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
 constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds to quantize
 constexpr int kColumnSlots = 128 / kColumnRows;         // lanes that share a column's group, at most
 constexpr int kPartThreads = FLEXOPS_QUANT_PART_THREADS;
-constexpr int kPartRows = FLEXOPS_QUANT_PART_ROWS;  // columns: rows that one lane dequantizes, an even number
+constexpr int kPartCodes = FLEXOPS_QUANT_PART_CODES;          // columns: rows of bytes that one lane dequantizes
+constexpr int kDecodeThreads = FLEXOPS_QUANT_DECODE_THREADS;  // rows, dequantizing
 constexpr int kAnyThreads = 256;
-constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;  // any: elements that a lane holds, in pairs
-constexpr int kNarrowWarp = 32;                   // lanes that share a group; a wavefront of 64 holds two such
+constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;              // any: elements that a lane holds, in pairs
+constexpr int kNarrowWarp = 32;                               // lanes that share a group; a wavefront of 64 holds two such
+constexpr i64 kRowsAhead = 2 << 20, kColumnsAhead = 4 << 20;  // bytes of codes: so far ahead of their use are they asked for
+constexpr int kLine = 128;                                    // bytes of a cache line
 
-enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
+enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
 
 /// QuantLayout as kernels take it, with what the launcher has worked out.
 struct Params {
@@ -75,7 +82,7 @@ struct Params {
   i64 groups, group_size, group_bytes;
   i64 total;                         // vectors (rows; idle lanes' too), a lane's parts of columns (columns), groups (any)
   Divisor chunks;                    // columns: vectors in `inner`
-  Divisor parts;                     // columns, dequantizing: of kPartRows rows of a group
+  Divisor parts;                     // columns, dequantizing: of kPartCodes rows of a group's bytes
   Divisor group_count, inner_count;  // `groups` and `inner`, to divide 31 bits by
   int lanes, log_lanes;              // that share a group, a power of two (any: or a whole block)
   int used;                          // rows: vectors a group; what lanes there are beyond them idle
@@ -84,6 +91,13 @@ struct Params {
   Type type, scale_type;
   bool flat;    // rows: vector v is at 16 * v: no gaps, idle lanes and short groups. Else `total` fits 31 bits, for quick divisions
   bool paired;  // any: two neighbours, and their codes, can be read and written at once
+  // To dequantize:
+  u32 flip;                            // see decode()
+  float base;                          // see decode()
+  int log_pair;                        // rows: of the bytes of a group's entries in scales
+  int codes_of_block, pairs_of_block;  // rows: bytes that a block reads, of codes and of scales
+  i64 code_bytes, pair_bytes;          // of all codes and of all scales: nothing is asked for beyond
+  i64 pairs_ahead;                     // rows: kRowsAhead for scales
 };
 
 // ---- numbers --------------------------------------------------------------------------------------------------------

@@ -154,9 +154,8 @@ FLEXOPS_DEVICE void put_pair(Element* to, i64 next, const Vec<Element, 2>& pair,
 __global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
   const Share s = find_share(p, p.length * p.inner, p.inner);
   if (!s.inside) return;
-  const Decoding d = make_decoding(p);
   const i64 entry = s.line * p.pair * p.inner + s.column, step = static_cast<i64>(kAnyHeld) * p.lanes;
-  const float minimum = d.symmetric ? 0.0f : load_any(p.scales, entry + p.inner, p.scale_type);
+  const float minimum = p.pair == 1 ? 0.0f : load_any(p.scales, entry + p.inner, p.scale_type);
   const float each = __frcp_rn(load_any(p.scales, entry, p.scale_type));
   const bool halves = p.bits == 4;
   const i64 apart = (halves ? 1 : 2) * p.lanes * p.inner;
@@ -183,8 +182,8 @@ __global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID
     for (int k = 0; k < kAnyPairs; ++k, at += 2 * p.lanes * p.inner) {
       const int row = 2 * k * p.lanes;
       if (row >= left) break;
-      const u32 both = halves ? (codes[k] >> 4 | (codes[k] & 15u) << 8) ^ (d.flip & 0x0808u) : codes[k] ^ (d.flip & 0x8080u);
-      const Vec<float, 2> value = {decode_at(both, 8, 0, each, minimum, d), decode_at(both, 8, 8, each, minimum, d)};
+      const u32 both = (halves ? codes[k] >> 4 | (codes[k] & 15u) << 8 : codes[k]) ^ p.flip;
+      const Vec<float, 2> value = {decode(both, 0, each, minimum, p), decode(both, 1, each, minimum, p)};
       if (p.type == kF32) {
         put_pair(static_cast<u32*>(p.out) + at, p.inner, bit_cast<Vec<u32, 2>>(value), row + 1 < left, p.paired);
       } else {

@@ -207,42 +207,36 @@ FLEXOPS_DEVICE Vec<u32, 2> hand(const Vec<u32, 2>& pair, int lane) {
   return {shuffle(pair.at[0], lane, kNarrowWarp), shuffle(pair.at[1], lane, kNarrowWarp)};
 }
 
-/// What turns codes back into values.
-struct Decoding {
-  u32 flip;    // symmetric codes: the bit that makes them positive ...
-  float bias;  // ... and what that added
-  bool symmetric;
-};
-
-FLEXOPS_DEVICE Decoding make_decoding(const Params& p) {
-  Decoding d;
-  d.symmetric = p.pair == 1;
-  d.flip = !d.symmetric ? 0u : p.bits == 4 ? 0x88888888u : 0x80808080u;
-  d.bias = !d.symmetric ? 0.0f : p.bits == 4 ? 8.0f : 128.0f;
-  return d;
-}
-
-FLEXOPS_DEVICE float apply(float code, float step, float minimum) { return __fadd_rn(__fmul_rn(code, step), minimum); }
-
-/// (word & mask) | base as one instruction: of the plain expression ptxas makes two.
-FLEXOPS_DEVICE u32 pick(u32 word, u32 mask, u32 base) {
+/// The codes of the nibbles of words.at[0], a byte each. Of a byte's nibbles the high one comes first.
+FLEXOPS_DEVICE Vec<u32, 2> split(const Vec<u32, 2>& words, u32 flip) {
+  const u32 even = (words.at[0] >> 4 ^ flip) & 0x0f0f0f0fu, odd = (words.at[0] ^ flip) & 0x0f0f0f0fu;
 #if FLEXOPS_HIP
-  return (word & mask) | base;
+  return {(even & 255u) | (odd & 255u) << 8 | (even & 0xff00u) << 8 | (odd & 0xff00u) << 16,
+          (even >> 16 & 255u) | (odd >> 16 & 255u) << 8 | (even >> 8 & 0xff0000u) | (odd & 0xff000000u)};
 #else
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(base));
-  return out;
+  return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 #endif
 }
+FLEXOPS_DEVICE Vec<u32, 1> split(const Vec<u32, 1>& words, u32 flip) { return {split(Vec<u32, 2>{words.at[0], 0u}, flip).at[0]}; }
 
-/// The code of `bits` bits at bit `shift` of a word, both known when compiling. No conversion and, up to bit 23, no shift: with 2^(23 -
-/// shift)'s exponent above them, the bits where they stand are the float 2^(23 - shift) + code.
-FLEXOPS_DEVICE float decode_at(u32 word, int bits, int shift, float step, float minimum, const Decoding& d) {
-  const bool far = shift + bits > 23;
-  const int at = far ? shift - 16 : shift;
-  const u32 mask = ((1u << bits) - 1u) << at;
-  const float base = 8388608.0f / static_cast<float>(1 << at);
-  return apply(bit_cast<float>(pick(far ? word >> 16 : word, mask, (150u - at) << 23)) - (base + d.bias), step, minimum);
+/// The value of the code in a byte of a word. No conversion: below the exponent of 2^23, the code is the float 2^23 + code. Symmetric codes
+/// come with the sign bit turned over by p.flip, which made them larger by half their range; p.base is 2^23 and that.
+FLEXOPS_DEVICE float decode(u32 word, int byte, float step, float minimum, const Params& p) {
+#if FLEXOPS_HIP
+  const u32 bits = (word >> (8 * byte) & 255u) | 0x4b000000u;
+#else
+  const u32 bits = __byte_perm(word, 0x4b000000u, 0x7440 + byte);
+#endif
+  return __fadd_rn(__fmul_rn(bit_cast<float>(bits) - p.base, step), minimum);
+}
+
+/// Asks the second-level cache for a line that other blocks will read.
+FLEXOPS_DEVICE void prefetch(const void* pointer) {
+#if FLEXOPS_HIP
+  (void)pointer;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+#endif
 }
 
 }  // namespace flexops::quant

@@ -138,53 +138,52 @@ FLEXOPS_DEVICE void load_pairs(float (&scale)[N], float (&minimum)[N], const Par
   for (int i = 0; i < N; ++i) minimum[i] = p.pair == 1 ? 0.0f : minimum[i];
 }
 
-/// The code under `mask`, which lies in the low bits of byte `at` of a word, as decode_at has it; so that one piece of code serves both
-/// widths.
-FLEXOPS_DEVICE float decode_byte(u32 word, int at, u32 mask, float step, float minimum, const Decoding& d) {
-  const int shift = 8 * (at % 2);
-  const float base = 8388608.0f / static_cast<float>(1 << shift);
-  return apply(bit_cast<float>(pick(at >= 2 ? word >> 16 : word, mask << shift, (150u - shift) << 23)) - (base + d.bias), step, minimum);
-}
-
+/// Numbers of rows have 31 bits.
 template <int kBytes>
 __global__ void __launch_bounds__(kPartThreads) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kVector<kBytes>;
   using Codes = Vec<u32, N / 4>;
-  const Type type = kBytes == 4 ? kF32 : p.type;
-  const u32 index = blockIdx.x * kPartThreads + threadIdx.x;
-  if (index >= p.total) return;
+  const u32 index = blockIdx.x * kPartThreads + threadIdx.x, inner = static_cast<u32>(p.inner);
+  if (index >= static_cast<u32>(p.total)) return;
   u32 chunk, part, group;
   const u32 line = flexops::divide(flexops::divide(index, p.chunks, chunk), p.parts, part),
             outer = flexops::divide(line, p.group_count, group);
-  const bool halves = p.bits == 4;
-  const int codes = halves ? kPartRows / 2 : kPartRows;  // rows of bytes
-  const i64 column = static_cast<i64>(chunk) * N, skipped = static_cast<i64>(part) * kPartRows, first_row = group * p.group_size + skipped;
-  const i64 in_group = p.group_size - skipped, in_all = p.length - first_row, rows = in_group < in_all ? in_group : in_all;
+  const u32 halves = p.bits == 4 ? 2 : 1;  // a byte's codes are those of neighbouring rows
+  const u32 skipped = part * (halves * kPartCodes), first_row = group * static_cast<u32>(p.group_size) + skipped, column = chunk * N;
+  const int in_group = static_cast<int>(static_cast<u32>(p.group_size) - skipped),
+            in_all = static_cast<int>(static_cast<u32>(p.length) - first_row);
+  const int left = in_group < in_all ? in_group : in_all, most = static_cast<int>(halves) * kPartCodes, rows = left < most ? left : most;
   if (rows <= 0) return;
-  const u8* packed = static_cast<const u8*>(p.x) + (line * p.group_bytes + static_cast<i64>(part) * codes) * p.inner + column;
-  Codes words[kPartRows];
+  const u64 offset = static_cast<u64>(line * static_cast<u32>(p.group_bytes) + part * kPartCodes) * inner + column;
+  const u8* packed = static_cast<const u8*>(p.x) + offset;
+  Codes words[kPartCodes];
 #pragma unroll
-  for (int k = 0; k < kPartRows; ++k) {
-    if (k < codes && (halves ? 2 * k : k) < rows) words[k] = load_once(reinterpret_cast<const Codes*>(packed + k * p.inner));
+  for (int k = 0; k < kPartCodes; ++k) {
+    if (k * static_cast<int>(halves) < rows) words[k] = load_once(reinterpret_cast<const Codes*>(packed + static_cast<u64>(k) * inner));
   }
-  const Decoding d = make_decoding(p);
-  const u32 mask = halves ? 15u : 255u;
   float step[N], minimum[N];
-  load_pairs(step, minimum, p, line * p.pair * p.inner + column);
+  load_pairs(step, minimum, p, static_cast<i64>(static_cast<u64>(line * static_cast<u32>(p.pair)) * inner + column));
+  if (chunk % (kLine / N) == 0 && static_cast<i64>(offset) < p.code_bytes) {
+#pragma unroll
+    for (int k = 0; k < kPartCodes; ++k) prefetch(packed + static_cast<u64>(k) * inner + kColumnsAhead);
+  }
 #pragma unroll
   for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
-  auto* out = static_cast<Bits<kBytes>*>(p.out) + (outer * p.length + first_row) * p.inner + column;
+  auto* out = static_cast<Bits<kBytes>*>(p.out) + (static_cast<u64>(outer * static_cast<u32>(p.length) + first_row) * inner + column);
+  const u32 mask = p.bits == 4 ? 0x0f0f0f0fu : ~0u;
 #pragma unroll
-  for (int k = 0; k < kPartRows; ++k) {
-    // Of a byte's halves the high one, which is the even row's, comes first. What is beyond `codes` has no rows: that is no break, with
-    // which clang does not unroll.
-    const int last = halves ? 2 * k + 1 : k, end = k < codes ? last : -1;
+  for (int k = 0; k < kPartCodes; ++k) {
+    const int end = rows - k * static_cast<int>(halves);  // of a byte's halves the high one, which is the even row's, comes first
 #pragma unroll 1
-    for (int row = halves ? last - 1 : last, shift = halves ? 4 : 0; row <= end && row < rows; ++row, shift = 0) {
+    for (int half = 0, shift = 8 - p.bits; half < end && shift >= 0; ++half, shift -= p.bits) {
+      u32 codes[N / 4];
       float value[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = decode_byte((words[k].at[i / 4] ^ d.flip) >> shift, i % 4, mask, step[i], minimum[i], d);
-      store<kStores>(reinterpret_cast<Vector<kBytes>*>(out + row * p.inner), narrow(value, type, Bits<kBytes>{}));
+      for (int i = 0; i < N / 4; ++i) codes[i] = (words[k].at[i] >> shift ^ p.flip) & mask;
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = decode(codes[i / 4], i % 4, step[i], minimum[i], p);
+      store<kStores>(reinterpret_cast<Vector<kBytes>*>(out), narrow(value, kBytes == 4 ? kF32 : p.type, Bits<kBytes>{}));
+      out += inner;
     }
   }
 }

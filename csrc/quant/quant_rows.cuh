@@ -8,8 +8,6 @@
 
 namespace flexops::quant {
 
-constexpr int kPart = kVectors / 2;  // whose values are worked out at once: code for each vector is much to compile
-
 /// Where a vector lies. One beyond a row's end pads the row's last group and stands for the group's first, as does an idle lane's; one
 /// beyond everything stands for the very first: reading there changes no group, and nobody has to ask before.
 struct Place {
@@ -180,85 +178,88 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_
   }
 }
 
-/// A vector's codes as loaded: with 4 bits in the low half of the bytes. For a vector that is not there, any others.
-template <int N>
-FLEXOPS_DEVICE Vec<u32, N / 4> load_codes(const Params& p, i64 vector) {
-  i64 at = codes_of(p, vector < p.total ? vector : 0);
-  if (at < 0) at = 0;
-  if (p.bits == 8) return load_once(static_cast<const Vec<u32, N / 4>*>(p.x) + at);
-  Vec<u32, N / 4> words = {};
-  words.at[0] = load_once(static_cast<const Bits<N / 2>*>(p.x) + at);
-  return words;
+/// Asks for what a block that starts some microseconds later will read: as much as this one reads, from its first group on.
+FLEXOPS_DEVICE void read_ahead(const Params& p) {
+  constexpr int kMost = kDecodeThreads * 8;  // bytes that a block reads
+  const int line = static_cast<int>(threadIdx.x) * kLine;
+  if (line >= kMost) return;
+  const u32 first = blockIdx.x * kDecodeThreads, group = first >> p.log_lanes;
+  const u32 blocks = (first & static_cast<u32>(p.lanes - 1)) / kDecodeThreads;  // of this group, before this one
+  const i64 codes = group * p.group_bytes + blocks * static_cast<u32>(p.codes_of_block) + line + kRowsAhead;
+  const i64 pairs = (static_cast<i64>(group) << p.log_pair) + line + p.pairs_ahead;
+  if (line < p.codes_of_block && codes < p.code_bytes) prefetch(static_cast<const u8*>(p.x) + codes);
+  if (line < p.pairs_of_block && pairs < p.pair_bytes) prefetch(static_cast<const u8*>(p.scales) + pairs);
 }
 
-/// A group's scale and minimum, in one access.
-FLEXOPS_DEVICE void load_pair(float& scale, float& minimum, const Params& p, i64 group) {
-  float pair[2] = {0.0f, 0.0f};
-  if (p.pair == 1) {
-    pair[0] = load_any(p.scales, group, p.scale_type);
-  } else if (p.scale_type == kF32) {
-    widen(pair, load<Cache::normal>(static_cast<const Vec<u32, 2>*>(p.scales) + group), p.scale_type);
+/// A group's entries in scales, in one access.
+FLEXOPS_DEVICE Vec<u32, 2> load_pair(const Params& p, u32 group) {
+  if (p.log_pair == 2) return {static_cast<const u32*>(p.scales)[group], 0u};
+  if (p.log_pair == 3) return load<Cache::normal>(static_cast<const Vec<u32, 2>*>(p.scales) + group);
+  return {static_cast<const u16*>(p.scales)[group], 0u};
+}
+
+/// Scale and minimum, which is 0 where there is none.
+FLEXOPS_DEVICE void widen_pair(float (&numbers)[2], const Vec<u32, 2>& pair, Type type) {
+  if (type == kF32) {
+    widen(numbers, pair, type);
   } else {
-    widen(pair, load<Cache::normal>(static_cast<const Vec<u16, 2>*>(p.scales) + group), p.scale_type);
+    widen(numbers, bit_cast<Vec<u16, 2>>(pair.at[0]), type);
   }
-  scale = pair[0], minimum = pair[1];
 }
 
-/// Decodes a vector and stores it.
-template <int kBytes>
-FLEXOPS_DEVICE void store_values(const Params& p, const Place& place, const Vec<u32, kVector<kBytes> / 4>& words, float step, float minimum,
-                                 const Decoding& d) {
-  constexpr int N = kVector<kBytes>;
-  if (!place.inside) return;
-  float value[N];
-  if (p.bits == 4) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = decode_at(words.at[0] ^ d.flip, 4, 4 * (i ^ 1), step, minimum, d);
+/// A lane has one vector: its loads seldom wait for memory, and blocks that end soon leave multiprocessors idle for a shorter time at the
+/// kernel's end.
+template <Type kType>
+FLEXOPS_DEVICE void dequantize_vector(const Params& p) {
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
+  using Codes = Vec<u32, N / 4>;
+  const u32 vector = blockIdx.x * kDecodeThreads + threadIdx.x, group = vector >> p.log_lanes;
+  if (vector >= static_cast<u32>(p.total)) return;
+  u32 at = vector;
+  auto* out = static_cast<Vector<kBytes>*>(p.out) + vector;
+  if (!p.flat) {
+    u32 of_row;
+    const u32 row = flexops::divide(group, p.group_count, of_row), within = vector & static_cast<u32>(p.lanes - 1);
+    const i64 column = static_cast<i64>(of_row) * p.group_size + within * N;
+    if (within >= static_cast<u32>(p.used) || column >= p.length) return;
+    at = group * static_cast<u32>(p.used) + within;
+    out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) + (row * p.length + column));
+  }
+  const bool halves = p.bits == 4;
+  Codes codes = {};
+  if (halves) {
+    codes.at[0] = load_once(static_cast<const Bits<N / 2>*>(p.x) + at);
+  } else {
+    codes = load_once(static_cast<const Codes*>(p.x) + at);
+  }
+  const auto pair = load_pair(p, group);
+  read_ahead(p);
+  float numbers[2], value[N];
+  if (p.scale_type == kType) {  // sooner told than which of the others it is
+    widen_pair(numbers, pair, kType);
+  } else {
+    widen_pair(numbers, pair, p.scale_type);
+  }
+  const float step = __frcp_rn(numbers[0]), minimum = numbers[1];
+  if (halves) {
+    codes = split(codes, p.flip);
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = decode_at(words.at[i / 4] ^ d.flip, 8, 8 * (i % 4), step, minimum, d);
+    for (int i = 0; i < N / 4; ++i) codes.at[i] ^= p.flip;
   }
-  auto* out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) + place.element);
-  store<kStores>(out, narrow(value, kBytes == 4 ? kF32 : p.type, Bits<kBytes>{}));
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = decode(codes.at[i / 4], i % 4, step, minimum, p);
+  store<kStores>(out, narrow(value, kType, Bits<kBytes>{}));
 }
 
 template <int kBytes>
-__global__ void __launch_bounds__(kRowThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
-  const i64 first = first_vector();
-  const Decoding d = make_decoding(p);
-  float scale, minimum;
-  if (p.lanes < kVectors) {  // more groups than lanes
-#pragma unroll 1
-    for (i64 vector = first; vector < first + kVectors * kNarrowWarp && vector < p.total; vector += kNarrowWarp) {
-      Place place[1];
-      find_places<N>(place, p, vector);
-      const auto words = load_codes<N>(p, vector);
-      load_pair(scale, minimum, p, vector >> p.log_lanes);
-      store_values<kBytes>(p, place[0], words, __frcp_rn(scale), minimum, d);
-    }
-    return;
-  }
-  Place place[kVectors];
-  find_places<N>(place, p, first);
-  Vec<u32, N / 4> words[kVectors];
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) words[u] = load_codes<N>(p, first + u * kNarrowWarp);
-  // Lane i reads the warp's i-th group; lanes beyond its last one read the first.
-  const int lane = threadIdx.x % kNarrowWarp;
-  const i64 group = ((first - lane) >> p.log_lanes) + (lane < kVectors * kNarrowWarp >> p.log_lanes ? lane : 0),
-            last = (p.total - 1) >> p.log_lanes;
-  load_pair(scale, minimum, p, group < last ? group : last);
-  const float step = __frcp_rn(scale);
-#pragma unroll 1
-  for (int from = 0; from < kVectors; from += kPart) {
-#pragma unroll
-    for (int u = 0; u < kPart; ++u) {
-      const int owner = ((from + u) * kNarrowWarp + lane) >> p.log_lanes;
-      store_values<kBytes>(p, place[u], words[u], shuffle(step, owner, kNarrowWarp), shuffle(minimum, owner, kNarrowWarp), d);
-    }
-#pragma unroll
-    for (int u = 0; u < kVectors - kPart; ++u) words[u] = words[u + kPart], place[u] = place[u + kPart];
+__global__ void __launch_bounds__(kDecodeThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  if constexpr (kBytes == 4) {
+    dequantize_vector<kF32>(p);
+  } else if (p.type == kBf16) {
+    dequantize_vector<kBf16>(p);
+  } else {
+    dequantize_vector<kF16>(p);
   }
 }
 

@@ -1,4 +1,4 @@
-"""flexops.quantize and flexops.dequantize on the CPU: formulas, format, special groups, native against reference, torch.compile."""
+"""flexops.quantize and flexops.dequantize on the CPU (one test on a GPU, too): formulas, format, special groups, native against reference, torch.compile."""
 
 from __future__ import annotations
 
@@ -299,6 +299,22 @@ def test_dequantize_takes_any_strides() -> None:
     q = flexops.quantize(torch.randn(64, 128), 4, 32, 0)
     part = q._replace(packed=q.packed[:, ::2], scales=q.scales[:, :, ::2])
     assert_same(flexops.dequantize(part), flexops.dequantize(q)[:, ::2].contiguous())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("bits", "symmetric"), MODES)
+def test_dequantize_reads_views_that_begin_anywhere(native_kernels: Callable[[str, str], None], device: str, dim: int, bits: int, symmetric: bool) -> None:
+    """One byte, or one number, beyond an address that vectors of codes or scales could be read from."""
+    native_kernels("quant", device)
+    q = flexops.quantize(torch.randn(64, 128, device=device).bfloat16(), bits, 32, dim, symmetric)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    expected = flexops.dequantize(q)
+    assert_same(flexops.dequantize(q._replace(packed=moved(q.packed))), expected)
+    assert_same(flexops.dequantize(q._replace(scales=moved(q.scales))), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
