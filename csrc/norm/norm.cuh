@@ -251,19 +251,18 @@ FLEXOPS_DEVICE int log_of(int power) {
 /// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps (`wide`).
 struct Group {
   int lane, lanes;
-  int index;  // of the block's groups
+  int index, count;  // of the block's groups, and how many these are
   bool wide;
-  /// alone: more than a warp's lanes are the whole block.
+  /// alone: more than a warp's lanes are the whole block. No division then, which a block would wait for before it loads anything.
   FLEXOPS_DEVICE Group(int lanes_, bool alone) : lanes(lanes_), wide(lanes_ > kNarrowWarp) {
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     if (!wide) {
-      index = thread >> log_of(lanes), lane = thread & (lanes - 1);
+      const int log = log_of(lanes);
+      index = thread >> log, lane = thread & (lanes - 1), count = threads >> log;
     } else {
-      index = alone ? 0 : thread / lanes, lane = alone ? thread : thread - index * lanes;
+      index = alone ? 0 : thread / lanes, lane = alone ? thread : thread - index * lanes, count = alone ? 1 : threads / lanes;
     }
   }
-  /// The block's groups.
-  FLEXOPS_DEVICE int count() const { return static_cast<int>(blockDim.x) / lanes; }
 };
 
 /// What a group's warps tell each other.

@@ -5,6 +5,7 @@
 #include "norm/norm_forward_held.cuh"
 #include "norm/norm_forward_layer.cuh"
 #include "norm/norm_forward_long.cuh"
+#include "norm/norm_forward_rows.cuh"
 #include "norm/norm_forward_short.cuh"
 #include "norm/norm_launch.h"
 
@@ -27,7 +28,7 @@ bool has_vectors(const NormForward& a, int64_t vector) {
          fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == NormCodes::none ? size : 1) && fits(a.new_residual, 0, row);
 }
 
-const void* const kFew[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kFewItems>),
+const void* const kFew[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, false, norm::kFewItems>),
                              FLEXOPS_NORM_KERNEL(forward_held<f16, false, false, norm::kFewItems>),
                              FLEXOPS_NORM_KERNEL(forward_held<bf16, false, false, norm::kFewItems>)};
 const void* const kMany[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kManyItems>),
@@ -36,13 +37,19 @@ const void* const kMany[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, tru
 const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, true, norm::kItems>),
                                 FLEXOPS_NORM_KERNEL(forward_held<f16, true, true, norm::kItems>),
                                 FLEXOPS_NORM_KERNEL(forward_held<bf16, true, true, norm::kItems>)};
-// Layer norm's own, for bf16 alone: kMany does as well, at most a tenth slower with many rows and a microsecond with few.
-const void* const kLayer = FLEXOPS_NORM_KERNEL(forward_layer<bf16>);
-const void* const kFewLayer = FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kFewItems>);
-/// A kernel, the elements of its vectors, how many of these its threads hold, and how many rows its groups take.
+// Layer norm, for few rows and for many.
+const void* const kLayerF32 = FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kFewItems>);
+const void* const kLayerF16 = FLEXOPS_NORM_KERNEL(forward_layer<f16, norm::kItems>);
+const void* const kLayer[3][2] = {
+    {kLayerF32, kLayerF32},
+    {kLayerF16, kLayerF16},
+    {FLEXOPS_NORM_KERNEL(forward_layer<bf16, norm::kFewItems>), FLEXOPS_NORM_KERNEL(forward_layer<bf16, norm::kItems>)}};
+constexpr int kLayerItems[3][2] = {{norm::kFewItems, norm::kFewItems}, {norm::kItems, norm::kItems}, {norm::kFewItems, norm::kItems}};
+
+/// A kernel, the elements of its vectors, how many of these its threads hold.
 struct Way {
   const void* kernel;
-  int64_t vector, items, together = 1;
+  int64_t vector, items;
   int64_t slot = 0;     // bytes of shared memory that hold a vector; 0: registers do
   int resident = 0;     // threads of which a multiprocessor has registers
   bool ragged = false;  // vectors begin where the result has aligned ones, so a row may have one more
@@ -56,8 +63,7 @@ bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts <
 Way choose(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
   const int64_t vector = 16 / norm::size_of(a.row_type), vectors = a.columns / vector;
-  const bool codes = a.codes != NormCodes::none, layer = a.row_type != NormType::f32 && a.centered;
-  const bool parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
+  const bool codes = a.codes != NormCodes::none, parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
   const bool aligned = has_vectors(a, vector),
              regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == NormType::f32);
   const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
@@ -69,29 +75,39 @@ Way choose(const NormForward& a) {
   }
   if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], vector, norm::kItems};
   if (!codes && !a.residual) {
-    if (same && !layer && fits(norm::kFewItems)) return {kFew[type], vector, norm::kFewItems};
-    if (same && layer && a.row_type == NormType::bf16) {
-      if (!has_few_rows(a, ceil_divide(vectors, norm::kItems))) {
-        if (fits(norm::kItems)) return {kLayer, vector, norm::kItems, norm::kTogether};
-      } else if (fits(norm::kFewItems)) {
-        return {kFewLayer, vector, norm::kFewItems};
-      }
+    if (same && a.centered) {
+      const bool many = !has_few_rows(a, ceil_divide(vectors, norm::kItems));
+      const int items = kLayerItems[type][many];
+      if (fits(items)) return {kLayer[type][many], vector, items};
+    } else if (same && fits(norm::kFewItems)) {
+      return {kFew[type], vector, norm::kFewItems};
     }
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
   if (aligned && a.row_type == NormType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
-    return {FLEXOPS_NORM_KERNEL(forward_long<float>), vector, norm::kItems, 1, 16, 1024};
-  if (aligned) return {norm::rows_kernel(a.row_type, true), vector, norm::kItems, 1, 16, a.row_type == NormType::f32 ? 2048 : 1024};
+    return {FLEXOPS_NORM_KERNEL(forward_long<float>), vector, norm::kItems, 16, 1024};
+  if (aligned && a.row_type == NormType::f32) return {FLEXOPS_NORM_KERNEL(forward_rows<float>), vector, norm::kItems, 16, 2048};
+  if (aligned) return {FLEXOPS_NORM_KERNEL(forward_rows<norm::Half>), vector, norm::kItems, 16, 1024};
   // Where few elements have a place in a vector, single ones are no slower.
   if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {FLEXOPS_NORM_KERNEL(forward_short), 1, norm::kItems};
   const int64_t piece = kPiece * (norm::size_of(a.row_type) + (a.residual ? norm::size_of(a.type) : 0));
-  return {norm::rows_kernel(a.row_type, false), kPiece, kPieces, 1, piece, 1024, true};
+  return {norm::ragged_kernel(), kPiece, kPieces, piece, 1024, true};
 }
 
-/// How many vectors a thread has at least where rows are few.
+/// How many vectors a thread holds in registers at least where rows are few.
 int64_t least_vectors(const Way& way, NormCodes codes) {
-  if (way.slot || way.items != norm::kManyItems) return 1;
+  if (way.items != norm::kManyItems) return 1;
   return codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
+}
+
+/// The threads of a row that shared memory holds, where rows are few: no more than multiprocessors have room for at once, nor than make a
+/// difference.
+int64_t few_threads(const Way& way, int64_t rows, int64_t vectors) {
+  constexpr int64_t kWarp = norm::kNarrowWarp, kMostWarps = norm::kMostThreads / kWarp;
+  const int64_t room = way.resident / kWarp / ceil_divide(rows, norm::current_gpu().processors);
+  int64_t warps = room < 2 ? 2 : room < kMostWarps ? room : kMostWarps;
+  if (room < 3 && vectors <= 5 * kWarp) warps = 1;  // which needs no barriers
+  return ceil_divide(vectors, ceil_divide(vectors, warps * kWarp));
 }
 
 /// The threads of a row, and the bytes of shared memory that they may have.
@@ -128,20 +144,18 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.type = static_cast<norm::Type>(a.type), p.row_type = static_cast<norm::Type>(a.row_type);
   p.weight_type = static_cast<norm::Type>(a.weight_type), p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
-  p.same = a.weight != nullptr && a.weight_type == a.type;
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
-  const int64_t wanted = few ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts;
   int64_t shared_bytes = 0;
   if (way.slot == 0) {
-    p.lanes = norm::lanes_for(wanted, norm::kHeldThreads);
+    p.lanes = norm::lanes_for(few ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts, norm::kHeldThreads);
   } else {
     const Share share(way, vectors, few);
-    p.lanes = norm::lanes_for(wanted, share.threads);
+    p.lanes = norm::lanes_for(few ? few_threads(way, a.rows, vectors) : parts, share.threads);
     const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot, room = share.bytes / slots;
     const int64_t needed = ceil_divide(vectors, p.lanes);
     p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }
-  const norm::Grid grid(p.lanes, (a.rows + way.together - 1) / way.together);
+  const norm::Grid grid(p.lanes, a.rows);
   norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, shared_bytes, stream);
   return norm::last_error();
 }

@@ -18,13 +18,11 @@ struct Forward {
   Type type, row_type, weight_type;
   Codes codes;
   bool centered;
-  bool same;     // there is a weight, and it and the bias are of the row's type
   bool lasting;  // the second-level cache is asked to keep what is read
   u32 nothing;   // 0: see forget()
 };
 
 constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
-constexpr int kTogether = 2;                              // forward_layer: rows of a group
 
 /// Vectors first, first + step, ... of a row; zeros for those that it has not.
 template <typename T, int N>
@@ -58,6 +56,39 @@ FLEXOPS_DEVICE void add_residual(Raw<T> (&raw)[N], const Forward& p, int first, 
       if (at < count) write<T>(to, at * V, raw[begin + k], p.type);
     }
   }
+}
+
+/// What elements are off the mean, or the squares of that.
+struct Deviations {
+  float mean;
+  bool squared;
+  template <int N>
+  FLEXOPS_DEVICE void operator()(float (&v)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * (squared ? v[i] - mean : 1.0f);
+  }
+};
+/// A row's mean, 0 if it is not centered, and the reciprocal of its deviation.
+struct Moments {
+  float mean, rstd;
+};
+/// For kernels that read a row as often as they need it; `sum_up(deviations)` gives a thread's sum of them. Writes the statistics.
+template <typename SumUp>
+FLEXOPS_DEVICE Moments find_moments(const Forward& p, const Group& g, i64 row, Partial<float, 1> (&shared)[2], const SumUp& sum_up) {
+  // The sum of what elements are off the mean, which is not known yet, then of its squares.
+  float mean = 0.0f, total[1];
+#pragma unroll 1
+  for (int pass = p.centered ? 0 : 1; pass < 2; ++pass) {
+    total[0] = sum_up(Deviations{mean, pass == 1});
+    group_reduce<true>(total, Sum{}, g, shared[pass]);
+    if (pass == 0) mean = total[0] * p.inverse;
+  }
+  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
+  if (g.lane == 0 && row < p.rows) {
+    if (p.mean) p.mean[row] = mean;
+    if (p.rstd) p.rstd[row] = rstd;
+  }
+  return {mean, rstd};
 }
 
 }  // namespace flexops::norm

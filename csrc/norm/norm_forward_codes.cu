@@ -1,8 +1,7 @@
-// The norms' forward kernels that are compiled apart, for the time it takes: codes, and all that others do not take.
+// The norms' forward kernels that are compiled apart, for the time it takes: codes, and rows without aligned vectors.
 
 #include "norm/norm_forward_codes.cuh"
 #include "norm/norm_forward_ragged.cuh"
-#include "norm/norm_forward_rows.cuh"
 #include "norm/norm_launch.h"
 
 namespace flexops::norm {
@@ -15,9 +14,6 @@ const void* codes_kernel(NormType type, int items) {
   return kernels[items == kManyItems][static_cast<int>(type)];
 }
 
-const void* rows_kernel(NormType type, bool vectors) {
-  if (!vectors) return FLEXOPS_NORM_KERNEL(forward_ragged);
-  return type == NormType::f32 ? FLEXOPS_NORM_KERNEL(forward_rows<float>) : FLEXOPS_NORM_KERNEL(forward_rows<Half>);
-}
+const void* ragged_kernel() { return FLEXOPS_NORM_KERNEL(forward_ragged); }
 
 }  // namespace flexops::norm

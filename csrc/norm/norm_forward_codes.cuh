@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_G
   __shared__ Partial<u64, 1> shared;
   __shared__ Partial<u32, 1> shared_largest;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   // Whole warps have their vectors together, at distances known when compiling.
   const Stride s = {kWarps ? g.lane / kNarrowWarp * (kNarrowWarp * kHeld) + g.lane % kNarrowWarp : g.lane, kWarps ? kNarrowWarp : g.lanes};

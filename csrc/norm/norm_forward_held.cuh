@@ -15,8 +15,8 @@ FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, 
   }
 }
 
-/// kSame: there is a weight, and it and the bias are of T: no branches keep them from being read ahead.
-template <typename T, bool kMayCenter, bool kSame, int N>
+/// kScaled: there is a weight, of T, as is the bias, if there is one: no branches keep them from being read ahead.
+template <typename T, bool kMayCenter, bool kScaled, int N>
 FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T> (&raw)[N], i64 row, int count, float mean, float rstd) {
   constexpr int V = kVector<T>;
   T* to = static_cast<T*>(p.y) + row * p.columns;
@@ -28,7 +28,7 @@ FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T>
     widen<T>(v, raw[k], p.type);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
-    if constexpr (kSame) {
+    if constexpr (kScaled) {
       Raw<T> bias = {};
       if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
       widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
@@ -51,20 +51,19 @@ FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T>
   }
 }
 
-/// How many blocks a multiprocessor has at least: few registers let many rows be on their way. Layer norm of 16-bit rows takes more of them
-/// for kFewItems, and has that for few rows alone.
-template <typename T, bool kMayCenter, int kHeld>
-constexpr int kHeldBlocks = kHeld == kFewItems && (!kMayCenter || kVector<T> == 4) ? 4 : 2;
+/// How many blocks a multiprocessor has at least: few registers let many rows be on their way.
+template <int kHeld>
+constexpr int kHeldBlocks = kHeld == kFewItems ? 4 : 2;
 
 /// For rows that registers hold whole, where everything is of T but the parameters, which are of T or of float32. kAdding: with a
-/// residual. kFewItems: only with a weight of T.
+/// residual. kFewItems: only with a weight of T, and a bias only if kMayCenter.
 template <typename T, bool kAdding, bool kMayCenter, int kHeld>
-__global__ void __launch_bounds__(kHeldThreads, (kHeldBlocks<T, kMayCenter, kHeld>)) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kVector<T>;
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
   const Lasting lasting(p.lasting);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   Raw<T> raw[kHeld];
   read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
@@ -102,13 +101,7 @@ __global__ void __launch_bounds__(kHeldThreads, (kHeldBlocks<T, kMayCenter, kHel
     if (p.rstd) p.rstd[row] = rstd;
   }
 
-  if constexpr (kHeld == kFewItems) {
-    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
-  } else if (!kAdding && p.same) {
-    write_results<T, kMayCenter, true>(p, g, raw, row, count, mean, rstd);
-  } else {
-    write_results<T, kMayCenter, false>(p, g, raw, row, count, mean, rstd);
-  }
+  write_results<T, kMayCenter, kHeld == kFewItems>(p, g, raw, row, count, mean, rstd);
 }
 
 }  // namespace flexops::norm

@@ -36,11 +36,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
     }
   };
 
-  // The sum of what elements are off the mean, which is not known yet, then of its squares.
-  float mean = 0.0f, total[1];
-#pragma unroll 1
-  for (int pass = p.centered ? 0 : 1; pass < 2; ++pass) {
-    total[0] = 0.0f;
+  const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
+    float total = 0.0f;
 #pragma unroll 1
     for (int i = g.lane, k = 0; i < p.vectors; i += U * g.lanes, k += U) {
       Raw<T> raw[U];
@@ -49,19 +46,13 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
       for (int u = 0; u < U; ++u) {
         float v[V];
         widen<T>(v, raw[u], p.type);
-#pragma unroll
-        for (int e = 0; e < V; ++e) v[e] = (v[e] - mean) * (pass == 0 ? 1.0f : v[e] - mean);
-        if (i + u * g.lanes < p.vectors) total[0] += sum_of(v);
+        deviations(v);
+        if (i + u * g.lanes < p.vectors) total += sum_of(v);
       }
     }
-    group_reduce<true>(total, Sum{}, g, shared[pass]);
-    if (pass == 0) mean = total[0] * p.inverse;
-  }
-  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
-  if (g.lane == 0) {
-    if (p.mean) p.mean[row] = mean;
-    if (p.rstd) p.rstd[row] = rstd;
-  }
+    return total;
+  });
+  const float mean = moments.mean, rstd = moments.rstd;
 #pragma unroll 1
   for (int i = g.lane, k = 0; i < p.vectors; i += U * g.lanes, k += U) {
     float w[U][V], b[U][V];

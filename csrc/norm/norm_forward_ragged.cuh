@@ -54,9 +54,10 @@ struct Source {
   /// A tensor's row that starts at element `begin` of `size` in all.
   FLEXOPS_DEVICE Source(const void* from, i64 begin, i64 size, Type type_, const Pieces& pieces) : type(type_) {
     const int power = power_of(type);
-    const u64 at = reinterpret_cast<u64>(from) + static_cast<u64>((begin - pieces.shift) << power);
-    off = static_cast<int>(at >> power & 3);
-    vectors = reinterpret_cast<const char*>(at - static_cast<u64>(off << power));
+    const i64 at = (begin - pieces.shift) << power;  // bytes
+    off = static_cast<int>((reinterpret_cast<u64>(from) + static_cast<u64>(at)) >> power & 3);
+    vectors =
+        static_cast<const char*>(from) + (at - (off << power));  // not by way of a number, which would hide that this is global memory
     low = begin >= pieces.shift + off ? 0 : (pieces.shift + off - static_cast<int>(begin) + 3) / 4;
     const i64 left = size - begin, most = i64(pieces.columns) + 8;
     end = static_cast<int>(left < most ? left : most) + pieces.shift;
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index, to = row * p.columns;
+  const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
   const Pieces pieces(row, p);
   const Walk walk(storage, 4 << power_of(p.row_type), p, g, pieces);
 
@@ -227,26 +228,18 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   }
   const auto get = [&](float (&v)[4], int i, const char* slot) { slot < walk.end ? take(v, slot, p.row_type) : from.load(v, i, pieces); };
 
-  // The sum of what elements are off the mean, which is not known yet, then of its squares.
-  float mean = 0.0f, total[1];
-#pragma unroll 1
-  for (int pass = p.centered ? 0 : 1; pass < 2; ++pass) {
-    total[0] = 0.0f;
+  const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
+    float total = 0.0f;
     walk.for_each([&](int i, const char* slot) {
       float v[4];
       get(v, i, slot);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = (v[e] - mean) * (pass == 0 ? 1.0f : v[e] - mean);
+      deviations(v);
       pieces.mask(v, i);
-      total[0] += sum_of(v);
+      total += sum_of(v);
     });
-    group_reduce<true>(total, Sum{}, g, shared[pass]);
-    if (pass == 0) mean = total[0] * p.inverse;
-  }
-  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
-  const bool publishes = g.lane == 0 && row < p.rows;
-  if (publishes && p.mean) p.mean[row] = mean;
-  if (publishes && p.rstd) p.rstd[row] = rstd;
+    return total;
+  });
+  const float mean = moments.mean, rstd = moments.rstd;
 
   // The results; before their codes, the largest of them.
   const Source weight(p.weight, 0, p.columns, p.weight_type, pieces), bias(p.bias, 0, p.columns, p.weight_type, pieces);
@@ -289,7 +282,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
     if (pass == 1) continue;
     group_reduce<true>(largest, MaxBits{}, g, shared_codes);
     coding = Coding(largest[0], p.codes);
-    if (publishes) p.scales[row] = coding.scale;
+    if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
   }
 }
 

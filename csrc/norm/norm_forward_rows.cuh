@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index, to = row * p.columns;
+  const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
   const Row<T> r{reinterpret_cast<Raw<T>*>(storage) + threadIdx.x, g.lane, g.lanes, row < p.rows ? p.vectors : 0, p.held};
   const void* from = p.x;
   i64 begin = row * p.x_stride;
@@ -61,25 +61,17 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
     from = p.new_residual, begin = to;
   }
 
-  // The sum of what elements are off the mean, which is not known yet, then of its squares.
-  float mean = 0.0f, total[1];
-#pragma unroll 1
-  for (int pass = p.centered ? 0 : 1; pass < 2; ++pass) {
-    total[0] = 0.0f;
+  const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
+    float total = 0.0f;
     r.for_each([&](int i, int k) {
       float v[V];
       r.get(v, from, begin, i, k, p.row_type);
-#pragma unroll
-      for (int e = 0; e < V; ++e) v[e] = (v[e] - mean) * (pass == 0 ? 1.0f : v[e] - mean);
-      total[0] += sum_of(v);
+      deviations(v);
+      total += sum_of(v);
     });
-    group_reduce<true>(total, Sum{}, g, shared[pass]);
-    if (pass == 0) mean = total[0] * p.inverse;
-  }
-  const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
-  const bool publishes = g.lane == 0 && row < p.rows;
-  if (publishes && p.mean) p.mean[row] = mean;
-  if (publishes && p.rstd) p.rstd[row] = rstd;
+    return total;
+  });
+  const float mean = moments.mean, rstd = moments.rstd;
 
   // The results; before their codes, the largest of them.
   Coding coding(0, p.codes);
@@ -112,7 +104,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
     if (pass == 1) continue;
     group_reduce<true>(largest, MaxBits{}, g, shared_codes);
     coding = Coding(largest[0], p.codes);
-    if (publishes) p.scales[row] = coding.scale;
+    if (g.lane == 0 && row < p.rows) p.scales[row] = coding.scale;
   }
 }
 

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int left = row < p.rows ? p.columns - g.lane : 0;
   const i64 to = row * p.columns + g.lane;
   const auto load = [&](float (&out)[kItems], const void* from, i64 begin, Type type) {

@@ -56,10 +56,9 @@ struct Grid {
 
 #define FLEXOPS_NORM_KERNEL(...) reinterpret_cast<const void*>(&::flexops::norm::__VA_ARGS__)
 
-/// Kernels of norm_forward_codes.cu: forward_codes whose threads hold so many vectors, and forward_rows, or forward_ragged where there are
-/// no vectors.
+/// Kernels of norm_forward_codes.cu: forward_codes whose threads hold so many vectors, and forward_ragged.
 const void* codes_kernel(NormType type, int items);
-const void* rows_kernel(NormType type, bool vectors);
+const void* ragged_kernel();
 
 template <typename P>
 void launch(const void* kernel, P& p, dim3 blocks, int64_t threads, int64_t shared_bytes, void* stream) {

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
     async_commit();
   };
 
-  const int together = g.count();
+  const int together = g.count;
   const i64 step = i64(gridDim.x) * together;
   i64 row = i64(blockIdx.x) * together + g.index;
   fetch_row(row, 0);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
   constexpr int V = kVector<T>;
   __shared__ Partial<float, 2> shared;
   const Group g(p.lanes, true);
-  const i64 row = i64(blockIdx.x) * g.count() + g.index;
+  const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   const Statistics s = load_statistics(p, row);
   const auto load = [&](int i, float (&unit)[V], float (&scaled)[V]) {

@@ -72,10 +72,10 @@ KERNELS = {
     ),
     "norm/norm.cuh": (),
     "norm/norm_forward_held.cuh": (
-        *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, true, 2", "false, true, 8", "true, true, 4")),
-        *(f"flexops::norm::forward_held<{t}, false, false, 2>" for t in ELEMENTS[1:3]),
+        *(f"flexops::norm::forward_held<{t}, {way}>" for t in ELEMENTS[:3] for way in ("false, false, 2", "false, true, 8", "true, true, 4")),
+        "flexops::norm::forward_held<float, false, true, 2>",
     ),
-    "norm/norm_forward_layer.cuh": ("flexops::norm::forward_layer<flexops::bf16>",),
+    "norm/norm_forward_layer.cuh": tuple(f"flexops::norm::forward_layer<{way}>" for way in ("flexops::f16, 4", "flexops::bf16, 2", "flexops::bf16, 4")),
     "norm/norm_forward_codes.cuh": tuple(f"flexops::norm::forward_codes<{t}, {held}>" for t in ELEMENTS[:3] for held in (4, 8)),
     "norm/norm_forward_rows.cuh": tuple(f"flexops::norm::forward_rows<{t}>" for t in ("float", "flexops::norm::Half")),
     "norm/norm_forward_long.cuh": ("flexops::norm::forward_long<float>",),
