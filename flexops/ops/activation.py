@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import call, define
+from ._register import caller, define
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Approximation = Literal["none", "tanh"]
@@ -45,13 +45,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation 
         TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
         ValueError: a shape or ``approximate`` is not as above.
     """
-    result: Tensor = call(_bias_gelu, x, bias, approximate == "tanh" or _not_tanh("bias_gelu", approximate))
+    result: Tensor = _bias_gelu(x, bias, approximate == "tanh" or _not_tanh("bias_gelu", approximate))
     return result
 
 
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(x + bias)``, ``silu(x) = x * sigmoid(x)``; otherwise like :func:`bias_gelu`."""
-    result: Tensor = call(_bias_silu, x, bias)
+    result: Tensor = _bias_silu(x, bias)
     return result
 
 
@@ -72,7 +72,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, interleaved: bool = False)
         TypeError: ``gate`` is no tensor of these dtypes, or ``up`` none of gate's.
         ValueError: shapes are not as above, or ``interleaved`` is given together with ``up``.
     """
-    result: Tensor = call(_swiglu, gate, up, interleaved)
+    result: Tensor = _swiglu(gate, up, interleaved)
     return result
 
 
@@ -82,7 +82,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation 
     Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half: call ``geglu(*reversed(x.chunk(2, -1)))`` there,
     which copies nothing.
     """
-    result: Tensor = call(_geglu, gate, up, approximate == "tanh" or _not_tanh("geglu", approximate), interleaved)
+    result: Tensor = _geglu(gate, up, approximate == "tanh" or _not_tanh("geglu", approximate), interleaved)
     return result
 
 
@@ -301,13 +301,13 @@ define(
 )
 
 # Looked up once: small calls feel it.
-_bias_gelu: Any = torch.ops.flexops.bias_gelu.default
+_bias_gelu = caller(torch.ops.flexops.bias_gelu.default)
 _bias_gelu_backward: Any = torch.ops.flexops.bias_gelu_backward.default
-_bias_silu: Any = torch.ops.flexops.bias_silu.default
+_bias_silu = caller(torch.ops.flexops.bias_silu.default)
 _bias_silu_backward: Any = torch.ops.flexops.bias_silu_backward.default
-_swiglu: Any = torch.ops.flexops.swiglu.default
+_swiglu = caller(torch.ops.flexops.swiglu.default)
 _swiglu_backward: Any = torch.ops.flexops.swiglu_backward.default
-_geglu: Any = torch.ops.flexops.geglu.default
+_geglu = caller(torch.ops.flexops.geglu.default)
 _geglu_backward: Any = torch.ops.flexops.geglu_backward.default
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import call, define
+from ._register import caller, define
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -69,9 +69,9 @@ def cross_entropy(
     if len(shape) != 1:
         target, logits = target.reshape(-1), logits.reshape(-1, logits.shape[-1])
     if inplace and logits.requires_grad and torch.is_grad_enabled() and _has_rows(logits):
-        loss: Tensor = call(_INPLACE, logits, target, None, ignore_index, label_smoothing, z_loss, code)
+        loss: Tensor = _INPLACE(logits, target, None, ignore_index, label_smoothing, z_loss, code)
     else:
-        loss = call(_FORWARD, logits, target, ignore_index, label_smoothing, z_loss, code)[0]
+        loss = _FORWARD(logits, target, ignore_index, label_smoothing, z_loss, code)[0]
     return loss.view(shape) if code == 0 and len(shape) != 1 else loss
 
 
@@ -264,7 +264,7 @@ define(
     _cross_entropy_backward_fake,
 )
 define("cross_entropy", "scale_rows_(Tensor(a!) values, Tensor factors) -> ()", _scale_rows_reference, _scale_rows_fake)
-_FORWARD, _INPLACE = torch.ops.flexops.cross_entropy.default, torch.ops.flexops.cross_entropy_.default  # looked up once: small calls feel it
+_FORWARD, _INPLACE = caller(torch.ops.flexops.cross_entropy.default), caller(torch.ops.flexops.cross_entropy_.default)
 
 
 def self_check(device: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._register import call, define, references
+from ._register import caller, define, references
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)]
     rows, targets = (x, target) if len(shape) == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
     numbers = (ignore_index, label_smoothing, z_loss, code, chunk_size or 0, _product_dtype(x))
-    loss: Tensor = call(_FORWARD, rows, weight, bias, targets, *numbers, *needs)[0]
+    loss: Tensor = _FORWARD(rows, weight, bias, targets, *numbers, *needs)[0]
     return loss.view(shape) if code == 0 and len(shape) != 1 else loss
 
 
@@ -239,4 +239,4 @@ define(
     _backward_reference,
     _backward_fake,
 )
-_FORWARD = torch.ops.flexops.linear_cross_entropy.default
+_FORWARD = caller(torch.ops.flexops.linear_cross_entropy.default)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import call, define
+from ._register import caller, define
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         TypeError: a dtype is not as above, or an argument is no tensor.
         ValueError: shapes or devices do not fit, or N or eps is out of range.
     """
-    y: Tensor = call(_LAYER_NORM, x, weight, bias, eps)
+    y: Tensor = _LAYER_NORM(x, weight, bias, eps)
     return y
 
 
@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y: Tensor = call(_RMS_NORM, x, weight, eps)
+    y: Tensor = _RMS_NORM(x, weight, eps)
     return y
 
 
@@ -83,7 +83,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, bi
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    results: tuple[Tensor, Tensor] = call(_ADD_LAYER_NORM, x, residual, weight, bias, eps)
+    results: tuple[Tensor, Tensor] = _ADD_LAYER_NORM(x, residual, weight, bias, eps)
     return results
 
 
@@ -102,7 +102,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    results: tuple[Tensor, Tensor] = call(_ADD_RMS_NORM, x, residual, weight, eps)
+    results: tuple[Tensor, Tensor] = _ADD_RMS_NORM(x, residual, weight, eps)
     return results
 
 
@@ -252,44 +252,38 @@ def _save_add_rms_norm(ctx: Any, arguments: tuple[Any, ...], results: Any) -> No
     ctx.x_dtype = arguments[0].dtype
 
 
-def _layer_gradients(
-    ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, need_x: bool, need_weight: bool, need_bias: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of what was normalized, of weight and of bias; None for what is not needed."""
-    if grad is None:
-        return grad_residual, None, None
+def _layer_norm_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    need_x, need_weight, need_bias, _eps = ctx.needs_input_grad
     x, weight, statistics = ctx.saved_tensors
-    needs = (need_x, need_weight, need_bias)
-    grad_x, grad_weight, grad_bias = LAYER_NORM_BACKWARD(grad, grad_residual, x, weight, statistics, *needs, ctx.bias_dtype)
-    return grad_x if need_x else None, grad_weight if need_weight else None, grad_bias if need_bias else None
+    grad_x, grad_weight, grad_bias = LAYER_NORM_BACKWARD(grad, None, x, weight, statistics, need_x, need_weight, need_bias, ctx.bias_dtype)
+    return grad_x if need_x else None, grad_weight if need_weight else None, grad_bias if need_bias else None, None
 
 
-def _rms_gradients(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None, need_x: bool, need_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-    if grad is None:
-        return grad_residual, None
+def _rms_norm_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    need_x, need_weight, _eps = ctx.needs_input_grad
     x, weight, statistics = ctx.saved_tensors
-    grad_x, grad_weight = RMS_NORM_BACKWARD(grad, grad_residual, x, weight, statistics, need_x, need_weight)
-    return grad_x if need_x else None, grad_weight if need_weight else None
-
-
-def _layer_norm_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    return *_layer_gradients(ctx, grad, None, *ctx.needs_input_grad[:3]), None
-
-
-def _rms_norm_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    return *_rms_gradients(ctx, grad, None, *ctx.needs_input_grad[:2]), None
+    grad_x, grad_weight = RMS_NORM_BACKWARD(grad, None, x, weight, statistics, need_x, need_weight)
+    return grad_x if need_x else None, grad_weight if need_weight else None, None
 
 
 def _add_layer_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> tuple[Any, ...]:
-    x, residual, weight, bias, _eps = ctx.needs_input_grad
-    total, grad_weight, grad_bias = _layer_gradients(ctx, grad, grad_residual, x or residual, weight, bias)
-    return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, grad_bias, None
+    need_x, need_residual, need_weight, need_bias, _eps = ctx.needs_input_grad
+    if grad is None:
+        return _of_x(ctx, grad_residual) if need_x else None, grad_residual, None, None, None
+    total, weight, statistics = ctx.saved_tensors
+    needs = (need_x or need_residual, need_weight, need_bias)
+    grad_total, grad_weight, grad_bias = LAYER_NORM_BACKWARD(grad, grad_residual, total, weight, statistics, *needs, ctx.bias_dtype)
+    grad_x = _of_x(ctx, grad_total) if need_x else None
+    return grad_x, grad_total if need_residual else None, grad_weight if need_weight else None, grad_bias if need_bias else None, None
 
 
 def _add_rms_norm_gradient(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> tuple[Any, ...]:
-    x, residual, weight, _eps = ctx.needs_input_grad
-    total, grad_weight = _rms_gradients(ctx, grad, grad_residual, x or residual, weight)
-    return _of_x(ctx, total) if x else None, total if residual else None, grad_weight, None
+    need_x, need_residual, need_weight, _eps = ctx.needs_input_grad
+    if grad is None:
+        return _of_x(ctx, grad_residual) if need_x else None, grad_residual, None, None
+    total, weight, statistics = ctx.saved_tensors
+    grad_total, grad_weight = RMS_NORM_BACKWARD(grad, grad_residual, total, weight, statistics, need_x or need_residual, need_weight)
+    return _of_x(ctx, grad_total) if need_x else None, grad_total if need_residual else None, grad_weight if need_weight else None, None
 
 
 def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
@@ -353,8 +347,8 @@ _define(
     _save_add_rms_norm,
     _add_rms_norm_gradient,
 )
-_LAYER_NORM, _RMS_NORM = torch.ops.flexops.layer_norm.default, torch.ops.flexops.rms_norm.default
-_ADD_LAYER_NORM, _ADD_RMS_NORM = torch.ops.flexops.add_layer_norm.default, torch.ops.flexops.add_rms_norm.default
+_LAYER_NORM, _RMS_NORM = caller(torch.ops.flexops.layer_norm.default), caller(torch.ops.flexops.rms_norm.default)
+_ADD_LAYER_NORM, _ADD_RMS_NORM = caller(torch.ops.flexops.add_layer_norm.default), caller(torch.ops.flexops.add_rms_norm.default)
 
 
 def self_check(device: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._register import call, define
+from ._register import caller, define
 from .norm import add, check, like, normalize
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
@@ -43,9 +43,9 @@ def rms_norm_quantized(
     """
     x, weight = _detached(x), _detached(weight)
     if residual is None:
-        results: tuple[Tensor, ...] = call(_RMS_NORM, x, weight, eps, dtype)
+        results: tuple[Tensor, ...] = _RMS_NORM(x, weight, eps, dtype)
     else:
-        results = call(_ADD_RMS_NORM, x, _detached(residual), weight, eps, dtype)
+        results = _ADD_RMS_NORM(x, _detached(residual), weight, eps, dtype)
     return results
 
 
@@ -104,4 +104,4 @@ define(
     _add_rms_norm_quantized_fake,
     check=_check,
 )
-_RMS_NORM, _ADD_RMS_NORM = torch.ops.flexops.rms_norm_quantized.default, torch.ops.flexops.add_rms_norm_quantized.default
+_RMS_NORM, _ADD_RMS_NORM = caller(torch.ops.flexops.rms_norm_quantized.default), caller(torch.ops.flexops.add_rms_norm_quantized.default)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import call, define
+from ._register import caller, define
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +67,7 @@ def rotary_embedding(
         ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to be written in place is broadcast.
     """
     if not inplace:
-        results = call(_rotate, query, key, cos, sin, positions, interleaved, False)
+        results = _call(query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
     _check(query, key, cos, sin, positions)
     _check_writable(query, key)
@@ -271,6 +271,7 @@ define(
 )
 
 _rotate = torch.ops.flexops.rotary_embedding.default
+_call = caller(_rotate)
 _rotate_ = torch.ops.flexops.rotary_embedding_.default
 
 

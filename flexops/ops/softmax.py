@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import call, define
+from ._register import caller, define
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MASK_DTYPES = (torch.bool, *_FLOAT_DTYPES)
@@ -47,7 +47,7 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 
     float32 from the rounded ``y``, which is all that is kept for the backward pass. The mask's is the same without the scale, summed over the
     dimensions that it was broadcast along. Under autocast the dtype of ``x`` is kept.
     """
-    result: Tensor = call(_MASKED, x, mask, scale)
+    result: Tensor = _MASKED(x, mask, scale)
     return result
 
 
@@ -70,7 +70,7 @@ def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Differentiable once. For anything else than this triangle there is :func:`scaled_masked_softmax`.
     """
-    result: Tensor = call(_CAUSAL, x, scale)
+    result: Tensor = _CAUSAL(x, scale)
     return result
 
 
@@ -208,7 +208,7 @@ define(
     backward=_causal_backward,
 )
 define("softmax", "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor", _softmax_backward_reference, _backward_fake)
-_MASKED, _CAUSAL = torch.ops.flexops.scaled_masked_softmax.default, torch.ops.flexops.causal_softmax.default  # looked up once: small calls feel it
+_MASKED, _CAUSAL = caller(torch.ops.flexops.scaled_masked_softmax.default), caller(torch.ops.flexops.causal_softmax.default)
 _BACKWARD = torch.ops.flexops.softmax_backward.default
 
 
