@@ -40,13 +40,11 @@ struct NanMax {
   FLEXOPS_DEVICE float operator()(float a, float b) const { return !(a <= b) ? (b != b ? b : a) : b; }
 };
 
-/// Two's norm, or (two = false) any other: the p-th powers' sum or, if it is infinite, the largest magnitude. Of the others fewer vectors
-/// are on their way at once: a power is much code, of which each vector would have its copies.
+/// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest magnitude.
 template <bool two>
 struct NormRule {
   static constexpr bool kGeneral = true;
-  static constexpr int kThreads = 128, kUnroll = two ? FLEXOPS_GRAD_NORM_UNROLL : 2;
-  static constexpr int kIterations = FLEXOPS_GRAD_NORM_UNROLL * FLEXOPS_GRAD_NORM_ITERATIONS / kUnroll;
+  static constexpr int kThreads = 128, kUnroll = FLEXOPS_GRAD_NORM_UNROLL, kIterations = FLEXOPS_GRAD_NORM_ITERATIONS;
   static constexpr int kMinBlocks = FLEXOPS_GRAD_NORM_BLOCKS;
   static constexpr int kArrays = 1, kApart = 1, kExtras = 1, kSums = 1, kUnscaled = -1;
   static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1, kOptional = 0;
