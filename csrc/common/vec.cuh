@@ -118,4 +118,13 @@ FLEXOPS_DEVICE bool is_aligned(const void* pointer, int bytes) {
   return (reinterpret_cast<u64>(pointer) & static_cast<u64>(bytes - 1)) == 0;
 }
 
+/// Asks the second-level cache for a line that will be read soon, perhaps by another block. On AMD nothing.
+FLEXOPS_DEVICE void prefetch(const void* pointer) {
+#if FLEXOPS_HIP
+  (void)pointer;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+#endif
+}
+
 }  // namespace flexops

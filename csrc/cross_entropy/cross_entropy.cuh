@@ -33,8 +33,7 @@ FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
   row += processors * (kResident / blockDim.x);
   const int at = static_cast<int>(threadIdx.x) * kLine;
   if (row >= p.rows || at >= p.length) return;
-  const u64 address = reinterpret_cast<u64>(static_cast<const Element<type>*>(p.logits) + row * p.stride + at);
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+  prefetch(static_cast<const Element<type>*>(p.logits) + row * p.stride + at);
 #else
   (void)p, (void)row;
 #endif

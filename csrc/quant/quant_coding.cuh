@@ -230,13 +230,4 @@ FLEXOPS_DEVICE float decode(u32 word, int byte, float step, float minimum, const
   return __fadd_rn(__fmul_rn(bit_cast<float>(bits) - p.base, step), minimum);
 }
 
-/// Asks the second-level cache for a line that other blocks will read.
-FLEXOPS_DEVICE void prefetch(const void* pointer) {
-#if FLEXOPS_HIP
-  (void)pointer;
-#else
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
-#endif
-}
-
 }  // namespace flexops::quant
