@@ -1,7 +1,8 @@
 // torch's view of the activations: checks, shapes and registration (schemas: flexops/ops/activation.py).
 
-#include "activation/activation.h"
 #include "common/binding.h"
+
+#include "activation/activation.h"
 
 namespace flexops {
 namespace {

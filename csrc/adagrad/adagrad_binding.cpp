@@ -1,5 +1,7 @@
 // flexops::adagrad_: argument checks and registration (schema: flexops/ops/adagrad.py).
 
+#include "common/binding.h"
+
 #include "adagrad/adagrad.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"

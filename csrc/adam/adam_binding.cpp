@@ -1,7 +1,8 @@
 // flexops::adam_ and flexops::adam_copy_: argument checks and registration (schemas: flexops/ops/adam.py).
 
-#include "adam/adam.h"
+#include "common/binding.h"
 
+#include "adam/adam.h"
 #include "adam/adam_binding.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"

@@ -1,8 +1,9 @@
 // flexops::adam8bit_: argument checks and registration (schema: flexops/ops/adam8bit.py).
 
-#include "adam8bit/adam8bit.h"
+#include "common/binding.h"
 
 #include "adam/adam_binding.h"
+#include "adam8bit/adam8bit.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
 

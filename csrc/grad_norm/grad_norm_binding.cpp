@@ -1,5 +1,7 @@
 // flexops::grad_norm and flexops::clip_grads_: argument checks and registration (schemas: flexops/ops/grad_norm.py).
 
+#include "common/binding.h"
+
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
 #include "grad_norm/grad_norm.h"

@@ -1,5 +1,7 @@
 // flexops::lamb_, and its two passes, lamb_moments_ and lamb_apply_: argument checks and registration (schemas: flexops/ops/lamb.py).
 
+#include "common/binding.h"
+
 #include "adam/adam_binding.h"
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"

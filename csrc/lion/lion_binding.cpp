@@ -1,5 +1,7 @@
 // flexops::lion_: argument checks and registration (schema: flexops/ops/lion.py).
 
+#include "common/binding.h"
+
 #include "common/cpu.h"
 #include "common/multi_tensor_binding.h"
 #include "lion/lion.h"

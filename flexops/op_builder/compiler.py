@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ToolchainError
 from .plan import BuildPlan, Step
+from .shared_headers import share
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps finished, steps in all, what is being made)."""
@@ -32,9 +33,10 @@ class Outcome:
     returncode: int
     output: str
 
-    def failed(self, plan: BuildPlan) -> bool:
-        """Whether one of the plan's own steps failed: a linker that was killed leaves half a library behind."""
-        return self.returncode != 0 and re.search(rf"^FAILED: .*(?<![\w.-]){re.escape(plan.name)}/", self.output, re.MULTILINE) is not None
+    def failed(self, plan: BuildPlan, output: str = "") -> bool:
+        """Whether one of the plan's own steps failed, or the one that makes ``output``: a linker that was killed leaves half a library behind."""
+        path = re.escape(f"{plan.name}/{output}")
+        return self.returncode != 0 and re.search(rf"^FAILED: .*(?<![\w.-]){path}", self.output, re.MULTILINE) is not None
 
 
 def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | None = None, debug: bool = False) -> Outcome:
@@ -43,18 +45,30 @@ def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | Non
     A plan that fails does not stop the others (``-k 0``): look at which libraries exist. Everything said is in each one's ``build.log``.
     The process that runs ninja may be interrupted at any moment: the compilers are stopped with it.
     """
+    together = share(plans)
+    outcome = _build(together, directory, progress, debug)
+    if len(together) > len(plans) and outcome.returncode:  # it may be the shared headers' fault: what is missing is made without them
+        for plan in plans:
+            for step in plan.steps:
+                if outcome.failed(plan, step.output):
+                    (directory / plan.name / step.output).unlink(missing_ok=True)
+        outcome = _build(plans, directory, progress, debug)
+    for plan in plans:
+        (directory / plan.name / "build.ninja").write_text(render_ninja([plan]), encoding="utf-8")
+        (directory / plan.name / "build.log").write_text(outcome.output, encoding="utf-8")
+    return outcome
+
+
+def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | None, debug: bool) -> Outcome:
     for plan in plans:
         (directory / plan.name).mkdir(parents=True, exist_ok=True)
-        for name, text in (("build.ninja", render_ninja([plan])), *plan.texts):
+        for name, text in plan.texts:
             (directory / plan.name / name).write_text(text, encoding="utf-8")
     there = frozenset(f"{plan.name}/{step.output}" for plan in plans for step in plan.steps if (directory / plan.name / step.output).exists())
     (directory / "build.ninja").write_text(render_ninja(plans, subdirectories=True, there=there), encoding="utf-8")
     jobs = min(plan.jobs for plan in plans)  # each is what the memory allows for that plan's largest step
     command = [plans[0].ninja, "-C", str(directory), "-j", str(jobs), "-k", "0", *(["-v"] if debug else [])]
-    outcome = _run_ninja(command, dict(plans[0].environment), progress)
-    for plan in plans:
-        (directory / plan.name / "build.log").write_text(outcome.output, encoding="utf-8")
-    return outcome
+    return _run_ninja(command, dict(plans[0].environment), progress)
 
 
 def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, there: frozenset[str] = frozenset()) -> str:
@@ -66,16 +80,22 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
     lines = ["ninja_required_version = 1.5", "# Written by flexops. `ninja -v` in this directory repeats the build by hand."]
     # Ninja starts what is ready in this order: GPU sources take longest, and one that is left for the end keeps a single processor busy.
     steps = [(plan, number, step) for plan in plans for number, step in enumerate(plan.steps)]
+    alike: dict[tuple[str, ...], str] = {}
     for plan, number, step in sorted(steps, key=lambda item: item[2].kind != "device"):
         folder = f"{plan.name}/" if subdirectories else ""
-        enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         if folder + step.output in there:
             continue
         rule = re.sub(r"\W", "_", f"{plan.name}_{number}")
         inputs = [name if os.path.isabs(name) else folder + name for name in step.inputs]
+        command = full_command(plan, step)
+        if step.kind == "link" and inputs and all(map(os.path.isabs, inputs)):  # nothing of its own plan's is in it: made once, then copied
+            first = alike.setdefault(command, folder + step.output)
+            if first != folder + step.output:
+                command, inputs = ("cp", f"../{first}", step.output), [first]
+        enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",
-            f"  command = {(enter + shlex.join(full_command(plan, step))).replace('$', '$$')}",
+            f"  command = {(enter + shlex.join(command)).replace('$', '$$')}",
             f"  description = {plan.name}: {step.output}",
             f"build {_path(folder + step.output)}: {rule} {' '.join(map(_path, inputs))}",
         ]

@@ -8,7 +8,7 @@ from ..errors import ArchitectureError, ToolchainError
 from ..toolchain import missing
 from ..toolchain.model import Toolchain
 from ..toolchain.resources import Resources
-from .plan import DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs
+from .plan import BINDING_HEADER, DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs
 from .spec import OpSpec
 
 
@@ -32,7 +32,8 @@ def plan_hip_op(
     common = (f"-I{csrc}", "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
     binding = csrc / spec.binding
     command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", str(binding), "-o", "binding.o")
-    steps = [Step("host", "binding.o", (str(binding),), command, TORCH_HEADER_STEP_BYTES)]
+    header = BINDING_HEADER if host.kind == "gcc" else ""
+    steps = [Step("host", "binding.o", (str(binding),), command, TORCH_HEADER_STEP_BYTES, shared_header=header)]
     offload = [f"--offload-arch={name}" for name in architectures]
     for source in spec.cuda_sources:
         path, output = str(csrc / source), f"{Path(source).stem}.hip.o"

@@ -38,6 +38,7 @@ WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
 # The encoding of torch 2.11 that torch/csrc/stable/macros.h expects: major in the highest byte, minor in the next.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+BINDING_HEADER = "common/binding.h"  # what every binding includes first
 TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
 _RECIPE = Path(__file__).resolve()
 
@@ -53,6 +54,7 @@ class Step(NamedTuple):
         memory_bytes: an upper bound on its resident memory.
         speed: further flags that make it faster and leave the result as it is; not part of the key.
         launched: whether the launcher (ccache) runs it.
+        shared_header: what the source includes first, if many sources do so with the same flags: ``shared_headers.py`` has it read once for them all.
     """
 
     kind: Literal["host", "device", "link", "hipify"]
@@ -62,6 +64,7 @@ class Step(NamedTuple):
     memory_bytes: int = HOST_STEP_BYTES
     speed: tuple[str, ...] = ()
     launched: bool = True
+    shared_header: str = ""
 
 
 class BuildPlan(NamedTuple):
@@ -243,7 +246,8 @@ def _compile_steps(
     flags = (*common, "-O1", device_flag, *extra, *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
-    steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory)]
+    header = BINDING_HEADER if host.kind == "gcc" else ""
+    steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory, shared_header=header)]
     if device == "cpu":
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"
         for source in spec.cpu_sources:

@@ -1,0 +1,118 @@
+"""What many sources of a run read alike is read once, and changes nothing of what they become."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from builds import CCACHE, REPOSITORY, SQUARE, TOOLS, answer, paper_plan, tiny_plan
+
+from flexops.op_builder import cache_key, catalog, compiler, shared_headers
+from flexops.op_builder.plan import BINDING_HEADER, BuildPlan, Step
+
+HEADER = "#pragma once\ninline int answer_of_header() { return 42; }\n"
+
+
+def sharing(folder: Path, count: int, *, compiler: str = "g++") -> list[BuildPlan]:
+    """Plans that compile one source, whose first include is a header that they share; with -H, g++ says what it reads."""
+    plans = []
+    for number in range(count):
+        plan = tiny_plan(folder, name=f"tiny{number}-cpu", compiler=compiler, header=HEADER)
+        source = plan.steps[0].inputs[0]
+        command = (compiler, "-H", "-fPIC", f"-I{folder}", "-c", source, "-o", "tiny.o")
+        plans.append(plan._replace(steps=(plan.steps[0]._replace(command=command, shared_header="tiny.h"), plan.steps[1])))
+    return plans
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_a_header_that_many_sources_share_is_read_once_and_changes_nothing(tmp_path: Path) -> None:
+    plans = sharing(tmp_path / "tiny", shared_headers.FEWEST)
+    together = compiler.run(plans, tmp_path / "together")
+    alone = compiler.run(plans[:1], tmp_path / "alone")
+    assert together.returncode == alone.returncode == 0, together.output
+    taken = re.findall(rf"^! .*/{shared_headers.FOLDER}/0\.h\.gch$", together.output, re.MULTILINE)
+    assert len(taken) == len(plans), "g++ took the precompiled one"
+    assert ".gch" not in alone.output
+    expected = tmp_path / "alone" / plans[0].name
+    for plan in plans:
+        folder = tmp_path / "together" / plan.name
+        assert (folder / "tiny.o").read_bytes() == (expected / "tiny.o").read_bytes()
+        reached = [cache_key.reached_headers(plan, compiler.depfiles(plan, place)) for place in (folder, expected)]
+        assert reached == [[str(tmp_path / "tiny" / "tiny.h")]] * 2, "the cache key sees the headers within"
+        assert "gch" not in (folder / "build.ninja").read_text(), "the file to repeat the build with does without"
+
+
+def test_few_sources_and_those_of_a_launcher_are_left_alone(tmp_path: Path) -> None:
+    few = sharing(tmp_path / "tiny", shared_headers.FEWEST - 1)
+    assert shared_headers.share(few) == few
+    launched = [plan._replace(launcher=str(CCACHE.path)) for plan in sharing(tmp_path / "tiny", shared_headers.FEWEST)]
+    assert shared_headers.share(launched) == launched
+    other = few[0]._replace(name="other-cpu", steps=(few[0].steps[0]._replace(command=("g++", "-DOTHER", *few[0].steps[0].command[1:])), few[0].steps[1]))
+    assert shared_headers.share([*few, other]) == [*few, other], "other flags may give the header another meaning"
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_where_no_header_can_be_precompiled_everything_is_built_without(tmp_path: Path) -> None:
+    fussy = tmp_path / "fussy-g++"
+    fussy.write_text('#!/bin/sh\ncase "$*" in *c++-header*) echo "internal compiler error: no room" >&2; exit 1;; esac\nexec g++ "$@"\n')
+    fussy.chmod(0o755)
+    plans = sharing(tmp_path / "tiny", shared_headers.FEWEST, compiler=str(fussy))
+    outcome = compiler.run(plans, tmp_path / "work")
+    assert outcome.returncode == 0, outcome.output
+    assert [answer(tmp_path / "work" / plan.name / "tiny.so") for plan in plans] == [42] * len(plans)
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_a_broken_source_among_many_is_the_only_one_that_fails(tmp_path: Path) -> None:
+    *good, bad = sharing(tmp_path / "tiny", shared_headers.FEWEST + 1)
+    broken = tmp_path / "broken.cpp"
+    broken.write_text('#include "tiny.h"\nint broken() { return no_such_name; }\n')
+    command = tuple(str(broken) if word == bad.steps[0].inputs[0] else word for word in bad.steps[0].command)
+    bad = bad._replace(steps=(bad.steps[0]._replace(inputs=(str(broken),), command=command), bad.steps[1]))
+    outcome = compiler.run([bad, *good], tmp_path / "work")
+    assert outcome.failed(bad)
+    assert "no_such_name" in outcome.output
+    assert not any(outcome.failed(plan) for plan in good)
+    assert all((tmp_path / "work" / plan.name / "tiny.so").exists() for plan in good)
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_half_a_library_of_the_first_attempt_is_made_again(tmp_path: Path) -> None:
+    plans = sharing(tmp_path / "tiny", shared_headers.FEWEST)
+    script = f"if [ -e {tmp_path}/again ]; then g++ -shared tiny.o -o tiny.so; else touch {tmp_path}/again; printf half > tiny.so; exit 1; fi"
+    killed = plans[0]._replace(steps=(plans[0].steps[0], Step("link", "tiny.so", ("tiny.o",), ("sh", "-c", script))))
+    outcome = compiler.run([killed, *plans[1:]], tmp_path / "work")
+    assert outcome.returncode == 0, outcome.output
+    assert answer(tmp_path / "work" / killed.name / "tiny.so") == 42
+
+
+@pytest.mark.parametrize("spec", [*catalog.CATALOG, SQUARE], ids=lambda spec: spec.name)
+def test_every_binding_includes_the_shared_header_first(spec: catalog.OpSpec) -> None:
+    """Else it is compiled in another order with the header precompiled than without, and its library is another."""
+    name = spec.binding
+    while name != BINDING_HEADER:
+        first = re.search(r"^#include (.*)$", (REPOSITORY / "csrc" / name).read_text(), re.MULTILINE)
+        assert first is not None, f"{name} includes nothing"
+        assert first[1].startswith('"'), f"{name} includes {first[1]} before {BINDING_HEADER}"
+        name = first[1].strip('"')
+
+
+def test_bindings_share_theirs_in_a_plan_on_paper() -> None:
+    tools = TOOLS._replace(launcher=None)
+    plans = [paper_plan(spec, device, tools) for spec in catalog.CATALOG for device in spec.devices]
+    maker, *users = shared_headers.share(plans)
+    assert [step.output for step in maker.steps] == ["0.h.gch", "1.h.gch"], "one for each device type's flags"
+    assert all(sum("-fpch-deps" in step.speed for step in plan.steps) == 1 for plan in users)
+    assert [plan._replace(steps=()) for plan in users] == [plan._replace(steps=()) for plan in plans]
+
+
+def test_what_plans_link_alike_is_made_once() -> None:
+    tools = TOOLS._replace(launcher=None)
+    plans = [paper_plan(spec, "cpu", tools) for spec in catalog.CATALOG[:3]]
+    text = compiler.render_ninja(plans, subdirectories=True)
+    first, *others = (plan.name for plan in plans)
+    assert text.count("-soname,libtorch_cpu.so") == 1
+    for name in others:
+        assert f"cp ../{first}/torch_stub.so torch_stub.so" in text
+        assert f"build {name}/torch_stub.so: {name.replace('-', '_')}_4 {first}/torch_stub.so" in text
