@@ -66,7 +66,7 @@ static_assert(kTile % kLanes == 0);
 static bool makes_registers(int64_t count) { return count % kLanes == 0; }
 
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
-static const float* widen(const void* from, int64_t offset, int64_t count, ActivationType type, float* buffer) {
+[[gnu::noinline]] static const float* widen(const void* from, int64_t offset, int64_t count, ActivationType type, float* buffer) {
   if (type == ActivationType::f32) {
     const float* floats = static_cast<const float*>(from) + offset;
     if (makes_registers(count)) return floats;
@@ -85,7 +85,7 @@ static float* place_for(void* to, int64_t offset, int64_t count, ActivationType 
   return type == ActivationType::f32 && makes_registers(count) ? static_cast<float*>(to) + offset : buffer;
 }
 
-static void narrow(const float* from, void* to, int64_t offset, int64_t count, ActivationType type) {
+[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ActivationType type) {
   if (type == ActivationType::bf16) {
     float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
   } else if (type == ActivationType::f16) {
@@ -96,7 +96,7 @@ static void narrow(const float* from, void* to, int64_t offset, int64_t count, A
 }
 
 /// A tile's bias, or what changes no number.
-static const float* widen_bias(const BiasedActivation& c, int64_t column, int64_t count, float* buffer) {
+[[gnu::noinline]] static const float* widen_bias(const BiasedActivation& c, int64_t column, int64_t count, float* buffer) {
   if (c.bias) return widen(c.bias, column, count, c.bias_type, buffer);
   for (int64_t i = 0; i < kTile; ++i) buffer[i] = -0.0f;
   return buffer;
@@ -129,7 +129,7 @@ void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
     const bool paired = c.type == ActivationType::bf16 && c.bias && c.bias_type == ActivationType::bf16;
-    float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
+    alignas(64) float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / tiles;
       int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
@@ -183,8 +183,8 @@ static bool in_pairs(const BiasedActivation& c, int64_t count) {
 template <typename Arithmetic>
 static void backward_slice(const BiasedActivation& c, Arithmetic arithmetic, int64_t slice, int64_t first_column, int64_t tiles) {
   const bool summed = c.bias_grad != nullptr;
-  float x_buffer[kTile], grad_buffer[kTile], out_buffer[kTile];
-  float bias_buffers[kJoined][kTile], sums[kJoined][kTile], parts[kJoined][kTile];
+  alignas(64) float x_buffer[kTile], grad_buffer[kTile], out_buffer[kTile];
+  alignas(64) float bias_buffers[kJoined][kTile], sums[kJoined][kTile], parts[kJoined][kTile];
   const float* biases[kJoined];
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t column = first_column + tile * kTile;
@@ -270,18 +270,18 @@ void bias_gradient_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
 /// Gates and ups of a tile, wherever they are.
 struct Gates {
   const float *gate, *up;
-  float gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
+  alignas(64) float gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
 
   void load(const GatedActivation& c, int64_t row, int64_t column, int64_t count) {
-    if (c.pairs) {
-      const float* pairs = widen(c.gate, row * c.gate_stride + 2 * column, 2 * count, c.type, both);
-      for (int64_t i = 0; i < count; ++i) gate_buffer[i] = pairs[2 * i], up_buffer[i] = pairs[2 * i + 1];
-      for (int64_t i = count; !makes_registers(i); ++i) gate_buffer[i] = up_buffer[i] = 0.0f;
-      gate = gate_buffer, up = up_buffer;
-    } else {
-      gate = widen(c.gate, row * c.gate_stride + column, count, c.type, gate_buffer);
-      up = widen(c.up, row * c.up_stride + column, count, c.type, up_buffer);
-    }
+    if (c.pairs) return load_pairs(c, row, column, count);
+    gate = widen(c.gate, row * c.gate_stride + column, count, c.type, gate_buffer);
+    up = widen(c.up, row * c.up_stride + column, count, c.type, up_buffer);
+  }
+  [[gnu::noinline]] void load_pairs(const GatedActivation& c, int64_t row, int64_t column, int64_t count) {
+    const float* pairs = widen(c.gate, row * c.gate_stride + 2 * column, 2 * count, c.type, both);
+    for (int64_t i = 0; i < count; ++i) gate_buffer[i] = pairs[2 * i], up_buffer[i] = pairs[2 * i + 1];
+    for (int64_t i = count; !makes_registers(i); ++i) gate_buffer[i] = up_buffer[i] = 0.0f;
+    gate = gate_buffer, up = up_buffer;
   }
 };
 
@@ -290,7 +290,7 @@ void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) 
   with_activation(c.activation, [&](auto arithmetic) {
     const bool paired = c.type == ActivationType::bf16 && !c.pairs;
     Gates in;
-    float out_buffer[kTile];
+    alignas(64) float out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / tiles;
       int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
@@ -311,12 +311,17 @@ void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) 
   });
 }
 
+[[gnu::noinline]] static void interleave(const float* FLEXOPS_RESTRICT even, const float* FLEXOPS_RESTRICT odd,
+                                         float* FLEXOPS_RESTRICT pairs, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
+}
+
 void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
     const bool paired = c.type == ActivationType::bf16 && !c.pairs;
     Gates in;
-    float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
+    alignas(64) float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / tiles;
       int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
@@ -345,7 +350,7 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
       }
       if (c.pairs) {
         float* pairs = place_for(c.gate_grad, at, 2 * count, c.type, both);
-        for (int64_t i = 0; i < count; ++i) pairs[2 * i] = gate_grad[i], pairs[2 * i + 1] = up_grad[i];
+        interleave(gate_grad, up_grad, pairs, count);
         narrow(pairs, c.gate_grad, at, 2 * count, c.type);
       } else {
         narrow(gate_grad, c.gate_grad, at, count, c.type);

@@ -44,6 +44,7 @@ static void update_block(float* param, const float* grad, float* exp_avg, float*
     update<kAmsgrad, Floats>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, kAmsgrad ? max_exp_avg_sq + i : nullptr, s);
   }
   for (; i < count; ++i) {
+    few(i);
     update<kAmsgrad, float>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, kAmsgrad ? max_exp_avg_sq + i : nullptr, s);
   }
 }
@@ -94,7 +95,7 @@ static void write_copy(const TensorRow& t, const float* param, int64_t begin, in
 }
 
 static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count) {
-  float grads[kBlock], params[kBlock];
+  alignas(64) float grads[kBlock], params[kBlock];
   const bool is_float = t.type[kAdamParam] == Real::f32;
   const float* grad = fetch_grads(t, s, begin, count, grads);
   float* param = is_float ? static_cast<float*>(t.array[kAdamParam]) + begin : params;

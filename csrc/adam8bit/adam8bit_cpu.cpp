@@ -7,9 +7,6 @@ namespace flexops::FLEXOPS_ISA {
 
 namespace {
 
-typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
-typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-
 constexpr int kBlock = static_cast<int>(kAdam8bitBlock);
 static_assert(kBlock == kRowBlock && kBlock % kLanes == 0);
 constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;

@@ -5,8 +5,6 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
-
 inline Floats floats_of(float value) { return Floats{} + value; }
 
 inline Floats bits_as_floats(Ints bits) {

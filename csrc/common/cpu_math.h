@@ -4,26 +4,7 @@
 #pragma once
 
 #include "common/cpu.h"
-
-// GCC 12 spends half a second and more with <immintrin.h>, mostly on AVX-512's extensions and whatever the level. So it gets the parts that
-// are used, which want to be told that it is that header that includes them.
-#if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__)
-#define _IMMINTRIN_H_INCLUDED
-// clang-format off: each needs those before it
-#include <smmintrin.h>
-#include <avxintrin.h>
-#include <avx2intrin.h>
-#include <fmaintrin.h>
-#include <f16cintrin.h>
-// clang-format on
-#if defined(__AVX512F__)
-#include <avx512fintrin.h>
-#endif
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__x86_64__)
-#include <emmintrin.h>
-#endif
+#include "common/cpu_intrinsics.h"
 
 #define FLEXOPS_RESTRICT __restrict__
 
@@ -49,28 +30,6 @@ inline uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(value == value ? rounded : 0x7fc0u);
 }
 
-#if defined(__F16C__)
-inline float f16_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
-inline uint16_t float_to_f16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-#else
-inline float f16_to_float(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return float_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
-  // Scaling by 2^112 rebases the exponent, and makes subnormals normal exactly.
-  const float scaled = float_from_bits(magnitude << 13) * 0x1p112f;
-  return float_from_bits(bits_of(scaled) | sign);
-}
-inline uint16_t float_to_f16(float value) {
-  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 2^16 and more
-  if (magnitude < 0x38800000u) {                                               // subnormal: the float adder rounds at 2^-24
-    return static_cast<uint16_t>(sign | (bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u));
-  }
-  return static_cast<uint16_t>(sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);  // may carry into infinity: right
-}
-#endif
-
 /// As many floats as one register holds; arithmetic and comparisons work lane by lane (the compiler's vector extension).
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -88,24 +47,121 @@ inline Floats load_floats(const float* from) {
 }
 inline void store_floats(float* to, Floats value) { memcpy(to, &value, sizeof value); }
 
+/// In a loop over what no whole register is left for, with its index: the compiler would make vector code of it, or write all of it out.
+inline void few(int64_t& index) { __asm__ volatile("" : "+r"(index)); }
+
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+/// A register of neighbouring 16-bit numbers as words, and words below 2^16 as such numbers. (__builtin_convertvector goes lane by lane.)
+inline Words load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__x86_64__)
+  return (Words)_mm_unpacklo_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), _mm_setzero_si128());
+#else
+  Words out;
+  for (int i = 0; i < kLanes; ++i) out[i] = from[i];
+  return out;
+#endif
+}
+inline void store_halves(uint16_t* to, Words words) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)words));
+#elif defined(__AVX2__)
+  const __m256i all = (__m256i)words;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+#elif defined(__x86_64__)
+  const __m128i all = (__m128i)((Ints)(words << 16) >> 16);  // SSE2 packs signed numbers only
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi32(all, all));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<uint16_t>(words[i]);
+#endif
+}
+
+/// float_to_bf16 of a register, each in its word's upper half, above bits that mean nothing.
+inline Words round_to_upper_half(Floats value) {
+  const Words bits = (Words)value;
+  return value == value ? bits + ((bits >> 16 & 1u) + 0x7fffu) : Words{} + 0x7fc00000u;
+}
+inline Floats load_bf16(const uint16_t* from) { return (Floats)(load_halves(from) << 16); }
+inline void store_bf16(uint16_t* to, Floats value) { store_halves(to, round_to_upper_half(value) >> 16); }
+
 /// Two registers' worth of neighbouring bf16 numbers, the even and the odd ones as floats: half the work of taking them apart in their
 /// order, where it does not matter.
 struct Bf16Pairs {
   Floats even, odd;
 };
-typedef uint32_t PairBits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 inline Bf16Pairs load_bf16_pairs(const uint16_t* from) {
-  PairBits bits;
+  Words bits;
   memcpy(&bits, from, sizeof bits);
   return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000u)};
 }
-inline PairBits round_to_upper_half(Floats value) {
-  const PairBits bits = (PairBits)value;
-  return value == value ? bits + ((bits >> 16 & 1u) + 0x7fffu) : PairBits{} + 0x7fc00000u;
-}
 inline void store_bf16_pairs(uint16_t* to, Bf16Pairs values) {
-  const PairBits bits = round_to_upper_half(values.even) >> 16 | (round_to_upper_half(values.odd) & 0xffff0000u);
+  const Words bits = round_to_upper_half(values.even) >> 16 | (round_to_upper_half(values.odd) & 0xffff0000u);
   memcpy(to, &bits, sizeof bits);
+}
+
+#if defined(__F16C__)
+inline float f16_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t float_to_f16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#if defined(__AVX512F__)
+inline Floats load_f16(const uint16_t* from) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline void store_f16(uint16_t* to, Floats value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline Floats load_f16(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+inline void store_f16(uint16_t* to, Floats value) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+#else  // without instructions for it; comparisons are of signed words, which cost less, and none here is 2^31 or more
+inline Floats f16_to_float(Words bits) {
+  const Words magnitude = bits & 0x7fffu;
+  // Scaling by 2^112 rebases the exponent, and makes subnormals normal exactly.
+  const Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
+  const Words quiet = (Words)((Ints)magnitude > 0x7c00) & 0x400000u, special = magnitude << 13 | 0x7f800000u | quiet;
+  return (Floats)(((Ints)magnitude >= 0x7c00 ? special : finite) | (bits & 0x8000u) << 16);
+}
+inline Words float_to_f16(Floats value) {
+  const Words bits = (Words)value, magnitude = bits & 0x7fffffffu;
+  const Words normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;  // may carry into infinity: right
+  const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3f000000u;                     // subnormal: the float adder rounds at 2^-24
+  const Words finite = (Ints)magnitude < 0x38800000 ? small : normal;
+  const Words special = Words{} + 0x7c00u + ((Words)((Ints)magnitude > 0x7f800000) & 0x200u);
+  return ((Ints)magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000u);  // 2^16 and more, or NaN
+}
+inline float f16_to_float(uint16_t bits) { return f16_to_float(Words{bits})[0]; }
+inline uint16_t float_to_f16(float value) { return static_cast<uint16_t>(float_to_f16(Floats{value})[0]); }
+inline Floats load_f16(const uint16_t* from) { return f16_to_float(load_halves(from)); }
+inline void store_f16(uint16_t* to, Floats value) { store_halves(to, float_to_f16(value)); }
+#endif
+
+/// The lanes folded in half again and again; op takes vectors, and numbers at last.
+template <int width, typename Op>
+inline float fold_lanes(const float* lanes, Op op) {
+  if constexpr (width == 1) {
+    return lanes[0];
+  } else {
+    typedef float Half __attribute__((vector_size(width / 2 * sizeof(float))));
+    Half low, high;
+    memcpy(&low, lanes, sizeof low);
+    memcpy(&high, lanes + width / 2, sizeof high);
+    const Half folded = op(low, high);
+    float rest[width / 2];
+    memcpy(rest, &folded, sizeof folded);
+    return fold_lanes<width / 2>(rest, op);
+  }
+}
+inline float sum_of_lanes(Floats value) {
+  float lanes[kLanes];
+  store_floats(lanes, value);
+  return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a + b; });
 }
 
 inline float square_root(float value) { return __builtin_sqrtf(value); }
@@ -122,36 +178,25 @@ inline Floats square_root(Floats value) {
 #endif
 }
 
-inline void bf16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = bf16_to_float(in[i]);
+// ---- blocks ------------------------------------------------------------------------------------------------------------
+// Out of line: a block takes longer than a call, and most kernels convert in several places.
+
+[[gnu::noinline]] inline void bf16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
+  int64_t i = 0;
+#pragma GCC unroll 4
+  for (; i + kLanes <= count; i += kLanes) store_floats(out + i, load_bf16(in + i));
+  for (; i < count; ++i) few(i), out[i] = bf16_to_float(in[i]);
 }
-#if defined(__AVX512F__)
-/// Sixteen at once, each in the upper half of a word, above bits that mean nothing.
-inline __m512i round_to_bf16(__m512 value) {
-  typedef uint32_t Words __attribute__((vector_size(64)));
-  const Words bits = (Words)value;
-  const __m512i rounded = (__m512i)(bits + ((bits >> 16 & 1u) + 0x7fffu));
-  return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), (__m512i)(Words{} + 0x7fc00000u));
-}
-#elif defined(__AVX2__)
-/// Eight at once, each in the lower half of a word. (Left to itself, the compiler packs them four times as slowly.)
-inline __m256i round_to_bf16(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
-  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
-}
-#endif
-inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
+[[gnu::noinline]] inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
   int64_t i = 0;
 #if defined(__AVX512F__)
   typedef uint16_t Halves __attribute__((vector_size(64)));
   constexpr Halves kUpper = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                              33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   for (; i + 32 <= count; i += 32) {
-    const __m512i low = round_to_bf16(load_floats(in + i)), high = round_to_bf16(load_floats(in + i + 16));
+    const Words low = round_to_upper_half(load_floats(in + i)), high = round_to_upper_half(load_floats(in + i + 16));
 #if defined(__clang__)
-    const __m512i halves = _mm512_permutex2var_epi16(low, (__m512i)kUpper, high);
+    const __m512i halves = _mm512_permutex2var_epi16((__m512i)low, (__m512i)kUpper, (__m512i)high);
 #else
     const Halves halves = __builtin_shuffle((Halves)low, (Halves)high, kUpper);
 #endif
@@ -159,27 +204,25 @@ inline void float_to_bf16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RE
   }
 #elif defined(__AVX2__)
   for (; i + 16 <= count; i += 16) {
-    const __m256i packed = _mm256_packus_epi32(round_to_bf16(load_floats(in + i)), round_to_bf16(load_floats(in + i + 8)));
+    const Words low = round_to_upper_half(load_floats(in + i)) >> 16, high = round_to_upper_half(load_floats(in + i + 8)) >> 16;
+    const __m256i packed = _mm256_packus_epi32((__m256i)low, (__m256i)high);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_permute4x64_epi64(packed, 0xd8));
   }
 #endif
-  for (; i < count; ++i) out[i] = float_to_bf16(in[i]);
+  for (; i + kLanes <= count; i += kLanes) store_bf16(out + i, load_floats(in + i));
+  for (; i < count; ++i) few(i), out[i] = float_to_bf16(in[i]);
 }
-inline void f16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
+[[gnu::noinline]] inline void f16_to_float(const uint16_t* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count) {
   int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-#endif
-  for (; i < count; ++i) out[i] = f16_to_float(in[i]);
+#pragma GCC unroll 4
+  for (; i + kLanes <= count; i += kLanes) store_floats(out + i, load_f16(in + i));
+  for (; i < count; ++i) few(i), out[i] = f16_to_float(in[i]);
 }
-inline void float_to_f16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
+[[gnu::noinline]] inline void float_to_f16(const float* FLEXOPS_RESTRICT in, uint16_t* FLEXOPS_RESTRICT out, int64_t count) {
   int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-  }
-#endif
-  for (; i < count; ++i) out[i] = float_to_f16(in[i]);
+#pragma GCC unroll 4
+  for (; i + kLanes <= count; i += kLanes) store_f16(out + i, load_floats(in + i));
+  for (; i < count; ++i) few(i), out[i] = float_to_f16(in[i]);
 }
 
 #if defined(__x86_64__)

@@ -13,32 +13,6 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline int64_t bytes_of(RowType type) { return type == RowType::f32 ? 4 : 2; }
 
-/// Sixteen fp16 numbers at once, where that is twice as quick as eight.
-inline int64_t widen_f16(const uint16_t* in, float* out, int64_t count) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= count; i += 16) {
-    _mm512_storeu_ps(out + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i))));
-  }
-#else
-  (void)in, (void)out, (void)count;
-#endif
-  return i;
-}
-
-inline int64_t narrow_f16(const float* in, uint16_t* out, int64_t count) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= count; i += 16) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-  }
-#else
-  (void)in, (void)out, (void)count;
-#endif
-  return i;
-}
-
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
 inline const float* widen_row(const void* from, int64_t offset, int64_t count, RowType type, float* buffer) {
   if (type == RowType::f32) return static_cast<const float*>(from) + offset;
@@ -46,8 +20,7 @@ inline const float* widen_row(const void* from, int64_t offset, int64_t count, R
   if (type == RowType::bf16) {
     bf16_to_float(bits, buffer, count);
   } else {
-    const int64_t done = widen_f16(bits, buffer, count);
-    f16_to_float(bits + done, buffer + done, count - done);
+    f16_to_float(bits, buffer, count);
   }
   return buffer;
 }
@@ -75,19 +48,7 @@ template <RowType type>
 inline Floats load_elements(const void* from, int64_t index) {
   if constexpr (type == RowType::f32) return load_floats(static_cast<const float*>(from) + index);
   const uint16_t* bits = static_cast<const uint16_t*>(from) + index;
-#if defined(__AVX512F__)
-  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits));
-  if constexpr (type == RowType::f16) return _mm512_maskz_cvtph_ps(0xffff, halves);
-  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, halves), 16));
-#elif defined(__AVX2__)
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bits));
-  if constexpr (type == RowType::f16) return _mm256_cvtph_ps(halves);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-#else
-  Floats out = {};
-  for (int i = 0; i < kLanes; ++i) out[i] = type == RowType::f16 ? f16_to_float(bits[i]) : bf16_to_float(bits[i]);
-  return out;
-#endif
+  return type == RowType::f16 ? load_f16(bits) : load_bf16(bits);
 }
 template <RowType type>
 inline float load_element(const void* from, int64_t index) {
@@ -103,18 +64,7 @@ inline void store_elements(void* to, int64_t index, Floats value) {
     store_floats(static_cast<float*>(to) + index, value);
   } else {
     uint16_t* bits = static_cast<uint16_t*>(to) + index;
-#if defined(__AVX512F__)
-    const __m256i halves = type == RowType::f16 ? _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT)
-                                                : _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)((Ints)round_to_bf16(value) >> 16));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bits), halves);
-#elif defined(__AVX2__)
-    const __m256i words = round_to_bf16(value);
-    const __m128i halves = type == RowType::f16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
-                                                : _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), halves);
-#else
-    for (int i = 0; i < kLanes; ++i) bits[i] = type == RowType::f16 ? float_to_f16(value[i]) : float_to_bf16(value[i]);
-#endif
+    type == RowType::f16 ? store_f16(bits, value) : store_bf16(bits, value);
   }
 }
 
@@ -134,10 +84,7 @@ inline float* place_in_row(void* to, int64_t offset, RowType type, float* buffer
 
 inline void narrow_row(const float* from, void* to, int64_t offset, int64_t count, RowType type) {
   if (type == RowType::bf16) float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  if (type != RowType::f16) return;
-  uint16_t* out = static_cast<uint16_t*>(to) + offset;
-  const int64_t done = narrow_f16(from, out, count);
-  float_to_f16(from + done, out + done, count - done);
+  if (type == RowType::f16) float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
 }
 
 inline void clear_row(void* to, int64_t offset, int64_t count, RowType type) {
@@ -164,33 +111,11 @@ inline void store_some(float* to, Floats value, int64_t count) {
 
 inline Floats greater_of(Floats a, Floats b) { return a < b ? b : a; }  // a if b is NaN
 
-/// The lanes folded in half again and again; op takes vectors, and numbers at last.
-template <int width, typename Op>
-inline float fold_lanes(const float* lanes, Op op) {
-  if constexpr (width == 1) {
-    return lanes[0];
-  } else {
-    typedef float Half __attribute__((vector_size(width / 2 * sizeof(float))));
-    Half low, high;
-    memcpy(&low, lanes, sizeof low);
-    memcpy(&high, lanes + width / 2, sizeof high);
-    const Half folded = op(low, high);
-    float rest[width / 2];
-    memcpy(rest, &folded, sizeof folded);
-    return fold_lanes<width / 2>(rest, op);
-  }
-}
 inline float greatest_lane(Floats value) {
   float lanes[kLanes];
   store_floats(lanes, value);
   return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a < b ? b : a; });
 }
-inline float sum_of_lanes(Floats value) {
-  float lanes[kLanes];
-  store_floats(lanes, value);
-  return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a + b; });
-}
-
 /// exp(x) for what is at most 0, but for rounding: as `exponential`, without the care for what is large. 0 below -87, NaN for NaN.
 inline Floats power(Floats x) {
   constexpr float kLeast = -87.0f;

@@ -8,16 +8,13 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-// One register of words, and as many bytes: the compiler's vector extension, as Floats. Compilers do not make vector code of these
-// conversions by themselves, because of the branches that they see in them.
-typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef int32_t SignedWords __attribute__((vector_size(kLanes * sizeof(int32_t))));
+// By registers: compilers do not make vector code of these conversions by themselves, because of the branches that they see in them.
 
 inline Words words_of(Floats value) { return (Words)value; }
 inline Floats floats_of_words(Words bits) { return (Floats)bits; }
-inline Words choose(SignedWords mask, Words a, Words b) { return ((Words)mask & a) | (~(Words)mask & b); }
+inline Words choose(Ints mask, Words a, Words b) { return ((Words)mask & a) | (~(Words)mask & b); }
 /// a < b, for words below 2^31: comparing unsigned ones costs more.
-inline SignedWords is_less(Words a, Words b) { return (SignedWords)a < (SignedWords)b; }
+inline Ints is_less(Words a, Words b) { return (Ints)a < (Ints)b; }
 
 /// The low bytes of a register's words, each below 256, and back. (__builtin_convertvector goes lane by lane.)
 inline void store_bytes(uint8_t* to, Words words) {

@@ -8,6 +8,16 @@ namespace flexops::rows {
 
 FLEXOPS_DEVICE u32 choose(u32 keep, u32 value, u32 other) { return (value & keep) | (other & ~keep); }
 
+/// The first vector, which becomes the last one: V times that, in a loop that is not unrolled, leave all as they were.
+template <int V>
+FLEXOPS_DEVICE Packed next(Packed (&vectors)[V]) {
+  const Packed first = vectors[0];
+#pragma unroll
+  for (int k = 1; k < V; ++k) vectors[k - 1] = vectors[k];
+  vectors[V - 1] = first;
+  return first;
+}
+
 /// Whether all of the elements [at, at + kVector) are in a row of `length`, or none of them behind its begin is.
 template <Type type>
 FLEXOPS_DEVICE bool is_whole(int at, int length) {
@@ -54,11 +64,8 @@ FLEXOPS_DEVICE void limit_all(Packed (&values)[V], int first, int step, int leng
   if (!ragged) return;
 #pragma unroll 1
   for (int k = 0; k < V; ++k) {
-    Packed vector = values[0];
-    limit<type>(vector, first + k * step, length, other);
-#pragma unroll
-    for (int i = 1; i < V; ++i) values[i - 1] = values[i];
-    values[V - 1] = vector;
+    next(values);
+    limit<type>(values[V - 1], first + k * step, length, other);
   }
 }
 

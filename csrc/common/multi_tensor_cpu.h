@@ -49,7 +49,7 @@ __attribute__((always_inline)) static inline void update_at(float* const* at, in
 /// Elements [begin, end) of a row, by update(x) for registers and for single elements.
 template <class Rule, typename Update>
 static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin, int64_t end, const Update& update) {
-  float buffers[Rule::kArrays][kRowBlock];
+  alignas(64) float buffers[Rule::kArrays][kRowBlock];
   for (int64_t from = begin; from < end; from += kRowBlock) {
     const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
     float* at[Rule::kArrays];
@@ -60,7 +60,7 @@ static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin
     }
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) update_at<Rule, Floats>(at, i, unscaled, update);
-    for (; i < count; ++i) update_at<Rule, float>(at, i, unscaled, update);
+    for (; i < count; ++i) few(i), update_at<Rule, float>(at, i, unscaled, update);
     for (int k = 0; k < Rule::kArrays; ++k) {
       const bool written = Rule::kWrites >> k & 1 || (k == Rule::kUnscaled && unscaled);
       if (written && at[k] == buffers[k]) narrow_real(row.type[k], buffers[k], row.array[k], from, count);

@@ -1,13 +1,11 @@
 // Cross entropy's launchers: how many threads and blocks share a row.
 
 #include "cross_entropy/cross_entropy.cuh"
+
+#include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/cross_entropy_launch.h"
-#include "cross_entropy/cross_entropy_ring.cuh"
 
 namespace flexops {
-
-using namespace cross_entropy_launch;
-
 namespace {
 
 constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts those that are not ignored

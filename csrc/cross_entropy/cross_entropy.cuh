@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
       raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
       if (at >= end) continue;
       // What is read again should still be in the cache then.
-      raw[k] = clip<type>(from < last ? load_vector<type, Cache::normal>(x, at) : load_vector<type, kRead>(x, at), at, p.length);
+      raw[k] = from < last ? load_vector<type, Cache::normal>(x, at) : load_vector<type, kRead>(x, at);
     }
+    limit_all<type>(raw, first + from, step, p.length, kNothing<type>);
     if (gradient && p.losses == nullptr) break;
     add_vectors<type, V, kParts>(s, p, raw, first + from, step, end);
   }

@@ -33,13 +33,14 @@ static float sum_of(const float* values, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) sum += load_floats(values + i);
   float rest = 0.0f;
-  for (; i < count; ++i) rest += values[i];
+  for (; i < count; ++i) few(i), rest += values[i];
   return sum_of_lanes(sum) + rest;
 }
 
 /// Of a row, and the sum of its logits if label smoothing asks for it: in one pass, block by block.
 static RowStats find_stats(const void* logits, int64_t offset, const Logits& shape, double& total) {
-  float buffer[kRowBlock], maximum = -kInfinity, base = 0.0f;
+  alignas(64) float buffer[kRowBlock];
+  float maximum = -kInfinity, base = 0.0f;
   double sum = 0.0;
   for (int64_t at = 0; at < shape.length; at += kRowBlock) {
     const int64_t count = least(shape.length - at, kRowBlock);
@@ -72,7 +73,7 @@ static void gradient_block(const float* x, float* out, int64_t count, const Grad
 static void write_gradient(const void* logits, int64_t offset, void* out, int64_t out_offset, const Logits& shape, const Gradient& g,
                            int64_t target) {
   const RowType type = row_type(shape);
-  float buffer[kRowBlock], results[kRowBlock];
+  alignas(64) float buffer[kRowBlock], results[kRowBlock];
   for (int64_t at = 0; at < shape.length; at += kRowBlock) {
     const int64_t count = least(shape.length - at, kRowBlock);
     const float* x = widen_row(logits, offset + at, count, type, buffer);
@@ -126,7 +127,7 @@ void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const
 void scale_rows_cpu(void* values, LogitsType logits_type, int64_t begin, int64_t end, float factor) {
   if (factor == 1.0f) return;
   const auto type = static_cast<RowType>(logits_type);
-  float buffer[kRowBlock], results[kRowBlock];
+  alignas(64) float buffer[kRowBlock], results[kRowBlock];
   for (int64_t at = begin; at < end; at += kRowBlock) {
     const int64_t count = least(end - at, kRowBlock);
     const float* from = widen_row(values, at, count, type, buffer);

@@ -42,6 +42,8 @@ FLEXOPS_DEVICE void barrier_wait(u32 barrier, u32 phase) {
                  : "memory");
   } while (done == 0);
 }
+/// Orders this thread's reads of shared memory before bulk copies that others start when they are told.
+FLEXOPS_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 /// 16 bytes or a multiple from global to shared memory; `barrier` is told when they are there.
 FLEXOPS_DEVICE void copy_async(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -133,7 +135,8 @@ FLEXOPS_DEVICE State add_part(const Params& p, const Ring& ring, const Part& par
     for (int k = 0; k < V; ++k) {
       const int at = from + (thread + k * kRingThreads) * N;
       raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
-      if (at < part.end) raw[k] = clip<type>(chunk[k * kRingThreads], at, p.length);
+      if (at < part.end) raw[k] = chunk[k * kRingThreads];
+      limit<type>(raw[k], at, p.length, kNothing<type>);
     }
     add_vectors<type, V>(s, p, raw, from + thread * N, kRingThreads * N, part.end);
     slot.advance();
@@ -154,6 +157,9 @@ FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& pa
     for (int k = 0; k < V; ++k) {
       if (from + (thread + k * kRingThreads) * N < part.end) raw[k] = chunk[k * kRingThreads];
     }
+    // Loads and bulk copies know nothing of each other's order: without the fence a copy may be there first, and once in some thousand runs
+    // was.
+    fence_async();
     __syncwarp();
     if (thread % kNarrowWarp == 0) barrier_arrive(ring.empty_at(slot));
 #pragma unroll

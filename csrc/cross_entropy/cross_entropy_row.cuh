@@ -110,19 +110,6 @@ constexpr u32 kNothing = type == kF32   ? 0xff800000u
                          : type == kF16 ? 0xfc00fc00u
                                         : 0xff80ff80u;
 
-/// Elements [at, at + kVector) of a row, -inf for those outside of [0, length).
-template <Type type>
-FLEXOPS_DEVICE Packed clip(Packed raw, int at, int length) {
-  constexpr int N = kVector<type>, kPerWord = N / 4;
-  if (at >= 0 && at + N <= length) return raw;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const u32 mask = type == kF32 ? 0xffffffffu : 0xffffu << (i % kPerWord * 16);
-    if (at + i < 0 || at + i >= length) raw.at[i / kPerWord] = (raw.at[i / kPerWord] & ~mask) | (kNothing<type> & mask);
-  }
-  return raw;
-}
-
 #if FLEXOPS_HAS_MIN2
 /// The greatest of each half of N words: a tree, as in rows.cuh.
 template <typename T, int N>
@@ -147,15 +134,31 @@ FLEXOPS_DEVICE float largest(const Packed& raw) {
   return max_tree<kVector<type>>(x);
 }
 
-/// Sum of those of the elements [at, at + kVector) that are in [0, end).
-template <Type type>
-FLEXOPS_DEVICE float sum_inside(const float* x, int at, int end) {
+/// Adds up the elements that are in [0, end). Vectors that are not whole come last and in turn: few threads have one.
+template <Type type, int V>
+FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int end) {
   constexpr int N = kVector<type>;
-  if (at >= 0 && at + N <= end) return sum_tree<N>(x);
-  float sum = 0.0f;
+  float x[N];
+  bool ragged = false;
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum += at + i >= 0 && at + i < end ? x[i] : 0.0f;
-  return sum;
+  for (int k = 0; k < V; ++k) {
+    const int from = at + k * step;
+    widen<type>(x, raw[k]);
+    if (from >= 0 && from + N <= end) {
+      s.total += sum_tree<N>(x);
+    } else {
+      ragged |= from < end;
+    }
+  }
+  if (!ragged) return;
+#pragma unroll 1
+  for (int k = 0; k < V; ++k) {
+    const int from = at + k * step;
+    widen<type>(x, next(raw));
+    if (from >= 0 && from + N <= end) continue;
+#pragma unroll
+    for (int i = 0; i < N; ++i) s.total += from + i >= 0 && from + i < end ? x[i] : 0.0f;
+  }
 }
 
 /// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step. By kParts parts, for each of which
@@ -169,12 +172,12 @@ FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int
   const float base = settle(highest), scaled = base * kUnit<type>;
   s.sum *= rescale(s.maximum - base);
   s.maximum = highest;
+  if (p.smoothing != 0.0f) add_total<type>(s, raw, at, step, end);
 #pragma unroll 1
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
     for (int k = 0; k < V / kParts; ++k) {
       widen<type>(x, raw[k]);
-      if (p.smoothing != 0.0f) s.total += sum_inside<type>(x, at + (part * (V / kParts) + k) * step, end);
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
       s.sum += sum_tree<N>(x);

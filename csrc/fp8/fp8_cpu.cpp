@@ -1,6 +1,8 @@
 // Quantization to scaled bytes on the CPU: compiled once per ISA level (common/cpu.h). Formulas: flexops/ops/fp8.py, which this reproduces
 // bit for bit, so multiplications and additions must stay apart.
 
+#include "common/cpu_intrinsics.h"  // before the pragma: with it, to read so many functions takes longer
+
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #else
@@ -55,11 +57,11 @@ static void encode(const void* x, int64_t element, int64_t count, float scale, b
     return;
   }
   const float inverse = 1.0f / scale;
-  float buffer[kRowBlock];
+  alignas(64) float buffer[kRowBlock];
   for (int64_t at = 0; at < count; at += kRowBlock) {
     const int64_t part = least(count - at, kRowBlock);
     const float* values = widen_row(x, element + at, part, row_type(l.type), buffer);
-    float scaled[kRowBlock];
+    alignas(64) float scaled[kRowBlock];
     multiply(values, scaled, part, inverse);
     if (l.code == CodeType::e4m3) {
       float_to_e4m3(scaled, out + at, part);
@@ -72,7 +74,7 @@ static void encode(const void* x, int64_t element, int64_t count, float scale, b
 }
 
 static void decode(const uint8_t* codes, int64_t count, float scale, void* out, int64_t element, const ScaledLayout& l) {
-  float values[kRowBlock], buffer[kRowBlock];
+  alignas(64) float values[kRowBlock], buffer[kRowBlock];
   for (int64_t at = 0; at < count; at += kRowBlock) {
     const int64_t part = least(count - at, kRowBlock);
     if (l.code == CodeType::e4m3) {

@@ -44,7 +44,9 @@ struct NanMax {
 template <bool two>
 struct NormRule {
   static constexpr bool kGeneral = true;
-  static constexpr int kThreads = 128, kUnroll = FLEXOPS_GRAD_NORM_UNROLL, kIterations = FLEXOPS_GRAD_NORM_ITERATIONS;
+  // Powers are much code, and do best with many threads. Chunks are equally long: the launchers count them by one of both rules.
+  static constexpr int kThreads = 128, kUnroll = two ? FLEXOPS_GRAD_NORM_UNROLL : 1;
+  static constexpr int kIterations = FLEXOPS_GRAD_NORM_UNROLL * FLEXOPS_GRAD_NORM_ITERATIONS / kUnroll;
   static constexpr int kMinBlocks = FLEXOPS_GRAD_NORM_BLOCKS;
   static constexpr int kArrays = 1, kApart = 1, kExtras = 1, kSums = 1, kUnscaled = -1;
   static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1, kOptional = 0;

@@ -10,7 +10,7 @@ namespace {
 /// Calls body(values, count) on blocks of the row as floats.
 template <typename F>
 inline void for_each_block(const TensorRow& row, int64_t begin, int64_t end, const F& body) {
-  float buffer[kRowBlock];
+  alignas(64) float buffer[kRowBlock];
   for (int64_t from = begin; from < end; from += kRowBlock) {
     const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
     if (row.type[0] == Real::f32) {
@@ -35,7 +35,7 @@ inline double sum_squares(const TensorRow& row, int64_t begin, int64_t end) {
       }
     }
     float rest = 0;
-    for (; i < count; ++i) rest += x[i] * x[i];
+    for (; i < count; ++i) few(i), rest += x[i] * x[i];
     total += sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
   });
   return total;

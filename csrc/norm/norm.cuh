@@ -190,6 +190,17 @@ FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, Type type) {
   }
 }
 
+/// async_copy16 by way of the first-level cache, where neighbours may find what it has read: of the first `valid` of Bytes, zeros beyond.
+template <int Bytes>
+FLEXOPS_DEVICE void async_copy(void* shared, const void* global, int valid) {
+#if FLEXOPS_HAS_ASYNC_COPY
+  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(Bytes), "r"(valid) : "memory");
+#else
+  for (int i = 0; i < Bytes / 2; ++i) static_cast<u16*>(shared)[i] = 2 * i < valid ? static_cast<const u16*>(global)[i] : u16(0);
+#endif
+}
+
 /// N elements of S, 8 to 32 bytes.
 template <typename S, Cache cache, int N>
 FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index) {
@@ -242,25 +253,24 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Type
 // ---- sums -------------------------------------------------------------------------------------------------------------
 
 /// The logarithm of a power of two.
-FLEXOPS_DEVICE int log_of(int power) {
-  int out = 0;
-  while (1 << out < power) ++out;
-  return out;
-}
+FLEXOPS_DEVICE int log_of(int power) { return 31 - __clz(power); }
+
+/// a / b of small numbers. A block waits for it before it loads anything, and an integer's division takes ten times as long.
+FLEXOPS_DEVICE int quotient(int a, int b) { return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b))); }
 
 /// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps (`wide`).
 struct Group {
   int lane, lanes;
   int index, count;  // of the block's groups, and how many these are
   bool wide;
-  /// alone: more than a warp's lanes are the whole block. No division then, which a block would wait for before it loads anything.
+  /// alone: more than a warp's lanes are the whole block.
   FLEXOPS_DEVICE Group(int lanes_, bool alone) : lanes(lanes_), wide(lanes_ > kNarrowWarp) {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     if (!wide) {
       const int log = log_of(lanes);
       index = thread >> log, lane = thread & (lanes - 1), count = threads >> log;
     } else {
-      index = alone ? 0 : thread / lanes, lane = alone ? thread : thread - index * lanes, count = alone ? 1 : threads / lanes;
+      index = alone ? 0 : quotient(thread, lanes), lane = thread - index * lanes, count = alone ? 1 : quotient(threads, lanes);
     }
   }
 };
@@ -309,53 +319,6 @@ FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = shuffle(value[i], 0, kNarrowWarp);
 }
-
-/// A thread's parts of a weight or a bias, in shared memory: as they are if they are of T, else as float32.
-template <typename T, int kParts>
-struct Parameters {
-  static constexpr int V = kVector<T>, kWords = V / 4;  // 16-byte words of V floats
-  uint4* first;
-  int stride;
-  bool wide;
-
-  /// Needs no barrier: a thread has slots of its own. `slot` is the thread's first.
-  FLEXOPS_DEVICE Parameters(uint4* slot, const void* from, Type type, const Group& g, int vectors)
-      : first(slot), stride(static_cast<int>(blockDim.x)), wide(from != nullptr && type != Traits<T>::kType) {
-    if (from == nullptr) return;
-#pragma unroll
-    for (int k = 0; k < kParts; ++k) {
-      const int at = g.lane + k * g.lanes;
-      if (!wide) {
-        first[k * stride] = at < vectors ? bit_cast<uint4>(read<T, Cache::constant>(from, i64(at) * V, type)) : uint4{0, 0, 0, 0};
-      } else {
-        float value[V] = {};
-        if (at < vectors) load_floats<Cache::constant>(value, from, i64(at) * V, type);
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const Vec<float, 4> four = {value[4 * w], value[4 * w + 1], value[4 * w + 2], value[4 * w + 3]};
-          first[(k * kWords + w) * stride] = bit_cast<uint4>(four);
-        }
-      }
-    }
-  }
-  /// What comes behind, if there is anything.
-  FLEXOPS_DEVICE uint4* end() const { return first + kParts * (wide ? kWords : 1) * stride; }
-
-  /// kSame: it is known that they are of T.
-  template <bool kSame>
-  FLEXOPS_DEVICE void get(float (&out)[V], int k) const {
-    if (kSame || !wide) {
-      widen<T>(out, bit_cast<Raw<T>>(first[k * stride]), Traits<T>::kType);
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const auto four = bit_cast<Vec<float, 4>>(first[(k * kWords + w) * stride]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[4 * w + i] = four.at[i];
-      }
-    }
-  }
-};
 
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 

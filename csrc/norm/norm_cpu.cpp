@@ -11,7 +11,7 @@ namespace flexops::FLEXOPS_ISA {
 
 /// new_residual = x + residual, of two types.
 static void add_mixed_row(const NormForward& n, int64_t row) {
-  float left[kBlock], right[kBlock], sum[kBlock];
+  alignas(64) float left[kBlock], right[kBlock], sum[kBlock];
   for (int64_t begin = 0; begin < n.columns; begin += kBlock) {
     const int64_t part = least(n.columns - begin, kBlock);
     const float* x = widen(n.x, row * n.x_stride + begin, part, n.type, left);
@@ -41,7 +41,7 @@ struct MixedRow {
   float mean, rstd;
 
   [[gnu::noinline]] void make_block(float* block, int64_t begin, int64_t part) const {
-    float buffer[kBlock], weight_buffer[kBlock], bias_buffer[kBlock];
+    alignas(64) float buffer[kBlock], weight_buffer[kBlock], bias_buffer[kBlock];
     const float* x = widen(from, begin, part, n.row_type, buffer);
     const Result<NormType::f32, true> result{n.weight ? widen(n.weight, begin, part, n.weight_type, weight_buffer) : nullptr,
                                              n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd};
@@ -51,7 +51,7 @@ struct MixedRow {
   }
 
   void write(int64_t row) const {
-    float block[kBlock];
+    alignas(64) float block[kBlock];
     for (int64_t begin = 0; begin < n.columns; begin += kBlock) {
       const int64_t part = least(n.columns - begin, kBlock);
       make_block(block, begin, part);
@@ -60,7 +60,7 @@ struct MixedRow {
   }
 
   void write_codes(int64_t row) const {
-    float block[kBlock];
+    alignas(64) float block[kBlock];
     uint32_t largest = 0;  // of the absolute values' bits, among which NaN is above infinity
     for (int64_t begin = 0; begin < n.columns; begin += kBlock) {
       const int64_t part = least(n.columns - begin, kBlock);

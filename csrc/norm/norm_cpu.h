@@ -7,22 +7,11 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
-
 constexpr int64_t kBlock = 512;  // elements that go through a buffer at once
 constexpr int64_t kSums = 4;     // independent sums, to hide an addition's latency
 static_assert(kBlock % (kSums * kLanes) == 0);
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-template <typename To, typename From>
-static inline To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To out;
-  memcpy(&out, &from, sizeof out);
-  return out;
-}
 
 static inline Floats zeros() { return Floats{}; }
 static inline Floats spread(float value) { return Floats{} + value; }
@@ -42,50 +31,16 @@ using Stored = typename Element<type>::type_;
 
 template <NormType type>
 static inline Floats load(const Stored<type>* from) {
-  if constexpr (type == NormType::f32) {
-    return load_floats(from);
-  } else if constexpr (type == NormType::bf16) {
-    Halves bits;
-    memcpy(&bits, from, sizeof bits);
-    return bits_as<Floats>(__builtin_convertvector(bits, Words) << 16);
-  } else {
-#if defined(__AVX512F__)
-    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-    Floats out;
-    for (int i = 0; i < kLanes; ++i) out[i] = f16_to_float(from[i]);
-    return out;
-#endif
-  }
+  if constexpr (type == NormType::f32) return load_floats(from);
+  if constexpr (type == NormType::bf16) return load_bf16(from);
+  if constexpr (type == NormType::f16) return load_f16(from);
 }
 
 template <NormType type>
 static inline void store(Stored<type>* to, Floats value) {
-  if constexpr (type == NormType::f32) {
-    store_floats(to, value);
-  } else if constexpr (type == NormType::bf16) {
-    const Words bits = bits_as<Words>(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Words out = value == value ? rounded : Words{} + 0x7fc0u;
-#if defined(__AVX512F__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, bits_as<__m512i>(out)));
-#elif defined(__AVX2__)
-    const __m256i words = bits_as<__m256i>(out);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-#else
-    const Halves halves = __builtin_convertvector(out, Halves);
-    memcpy(to, &halves, sizeof halves);
-#endif
-  } else {
-#if defined(__AVX512F__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-#else
-    for (int i = 0; i < kLanes; ++i) to[i] = float_to_f16(value[i]);
-#endif
-  }
+  if constexpr (type == NormType::f32) store_floats(to, value);
+  if constexpr (type == NormType::bf16) store_bf16(to, value);
+  if constexpr (type == NormType::f16) store_f16(to, value);
 }
 
 /// The first `count` of a register; the others are zeros. Out of line: rows have one such end, and every loop would have its own copy.
@@ -138,15 +93,7 @@ static inline void store_at(Stored<type>* to, int64_t i, Floats value, int64_t c
 
 struct Sums {
   Floats at[kSums] = {};
-  float total() const {
-    const Floats all = (at[0] + at[1]) + (at[2] + at[3]);
-    float lanes[kLanes];
-    store_floats(lanes, all);
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    }
-    return lanes[0];
-  }
+  float total() const { return sum_of_lanes((at[0] + at[1]) + (at[2] + at[3])); }
 };
 
 /// `count` elements of a type that is told at run time, as floats: in place or in `buffer`.

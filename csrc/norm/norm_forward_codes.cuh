@@ -39,29 +39,39 @@ struct Stride {
   FLEXOPS_DEVICE int at(int k) const { return first + k * step; }
 };
 
-/// Calls f(x, x * weight, vector) for each vector in registers, and for zeros in place of those that a row has not: without branches, the
-/// weight is fetched ahead. The cache is for the weight.
-template <typename T, Cache cache, int N, typename F>
-FLEXOPS_DEVICE void for_each_product(const Forward& p, const Stride& s, const Raw<T> (&raw)[N], int count, const F& f) {
+/// Calls f(x, x * weight, vector) for each of the first kOnce vectors in registers, and for zeros in place of those that a row has not:
+/// without branches, the weight is fetched ahead. The cache is for the weight. `begin` is the first vector's number.
+template <typename T, Cache cache, int kOnce, int N, typename F>
+FLEXOPS_DEVICE void for_each_product(const Forward& p, const Stride& s, const Raw<T> (&raw)[N], int begin, int count, const F& f) {
   constexpr int V = kVector<T>;
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
+  for (int k = 0; k < kOnce; ++k) {
+    const int at = s.at(begin + k);
     Raw<T> weight = {};
-    if (s.at(k) < count) weight = read<T, cache>(p.weight, s.at(k) * V, p.type);
+    if (at < count) weight = read<T, cache>(p.weight, at * V, p.type);
     float x[V], v[V];
     widen<T>(x, raw[k], p.type);
     widen<T>(v, weight, p.type);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] *= x[i];
-    f(x, v, s.at(k));
+    f(x, v, at);
   }
 }
 
-template <typename T, typename C, int N>
-FLEXOPS_DEVICE void write_codes(const Forward& p, const Stride& s, const Raw<T> (&raw)[N], int count, float factor, u8* to) {
-  for_each_product<T, Cache::constant>(p, s, raw, count, [&](const float (&)[kVector<T>], const float (&v)[kVector<T>], int at) {
-    if (at < count) store_codes<C>(v, factor, to + at * kVector<T>);
-  });
+/// The code is not written out for each vector: they move up, and a few at a time are the first.
+template <typename T, int N>
+FLEXOPS_DEVICE void write_codes(const Forward& p, const Stride& s, Raw<T> (&raw)[N], int count, float factor, u8* to) {
+  constexpr int kOnce = N < 4 ? N : 4;
+#pragma unroll 1
+  for (int begin = 0; begin < N; begin += kOnce) {
+    for_each_product<T, Cache::constant, kOnce>(
+        p, s, raw, begin, count, [&](const float (&)[kVector<T>], const float (&v)[kVector<T>], int at) {
+          if (at < count)
+            p.codes == kInt8 ? store_codes<i8>(v, factor, to + at * kVector<T>) : store_codes<e4m3>(v, factor, to + at * kVector<T>);
+        });
+#pragma unroll
+    for (int k = kOnce; k < N; ++k) raw[k - kOnce] = raw[k];
+  }
 }
 
 /// Calls f(x * rstd * weight, vector) for each vector of a row, which is read again, to spare registers.
@@ -108,7 +118,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_G
   if (p.residual) add_residual<T>(raw, p, s.first, s.step, row, count, Lasting(false));
 
   float sums[4] = {}, most[2] = {};
-  for_each_product<T, Cache::normal>(p, s, raw, count, [&](const float (&x)[V], const float (&v)[V], int) {
+  for_each_product<T, Cache::normal, kHeld>(p, s, raw, 0, count, [&](const float (&x)[V], const float (&v)[V], int) {
 #pragma unroll
     for (int i = 0; i < V; ++i) sums[i % 4] = fmaf(x[i], x[i], sums[i % 4]), most[i % 2] = greater_magnitude(most[i % 2], v[i]);
   });
@@ -126,7 +136,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_G
     // rstd is in the scale alone: it cancels out of the codes.
     const float top = top_of(p.codes), largest = bit_cast<float>(product), factor = __fdividef(top, largest);
     if (publishes) p.scales[row] = largest * rstd * (1.0f / top);
-    p.codes == kInt8 ? write_codes<T, i8>(p, s, raw, count, factor, to) : write_codes<T, e4m3>(p, s, raw, count, factor, to);
+    write_codes<T>(p, s, raw, count, factor, to);
     return;
   }
   u32 largest[1] = {0};

@@ -16,39 +16,33 @@ FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, 
 }
 
 /// kScaled: there is a weight, of T, as is the bias, if there is one: no branches keep them from being read ahead.
-template <typename T, bool kMayCenter, bool kScaled, int N>
-FLEXOPS_DEVICE void write_results(const Forward& p, const Group& g, const Raw<T> (&raw)[N], i64 row, int count, float mean, float rstd) {
+template <typename T, bool kMayCenter, bool kScaled>
+FLEXOPS_DEVICE void write_result(const Forward& p, const Raw<T>& raw, i64 row, int at, float mean, float rstd) {
   constexpr int V = kVector<T>;
-  T* to = static_cast<T*>(p.y) + row * p.columns;
+  float v[V], w[V], b[V];
+  widen<T>(v, raw, p.type);
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const int at = g.lane + k * g.lanes;
-    if (at >= count) continue;
-    float v[V], w[V], b[V];
-    widen<T>(v, raw[k], p.type);
+  for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
+  if constexpr (kScaled) {
+    Raw<T> bias = {};
+    if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
+    widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
+    widen<T>(b, bias, p.type);
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
-    if constexpr (kScaled) {
-      Raw<T> bias = {};
-      if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
-      widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
-      widen<T>(b, bias, p.type);
+    for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
+  } else {
+    if (p.weight) {
+      load_parameters<T>(w, p.weight, at * V, p.weight_type);
 #pragma unroll
-      for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
-    } else {
-      if (p.weight) {
-        load_parameters<T>(w, p.weight, at * V, p.weight_type);
-#pragma unroll
-        for (int i = 0; i < V; ++i) v[i] *= w[i];
-      }
-      if (p.bias) {
-        load_parameters<T>(b, p.bias, at * V, p.weight_type);
-#pragma unroll
-        for (int i = 0; i < V; ++i) v[i] += b[i];
-      }
+      for (int i = 0; i < V; ++i) v[i] *= w[i];
     }
-    write<T>(to, at * V, narrow<T>(v, p.type), p.type);
+    if (p.bias) {
+      load_parameters<T>(b, p.bias, at * V, p.weight_type);
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] += b[i];
+    }
   }
+  write<T>(static_cast<T*>(p.y) + row * p.columns, at * V, narrow<T>(v, p.type), p.type);
 }
 
 /// How many blocks a multiprocessor has at least: few registers let many rows be on their way.
@@ -101,7 +95,19 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held
     if (p.rstd) p.rstd[row] = rstd;
   }
 
-  write_results<T, kMayCenter, kHeld == kFewItems>(p, g, raw, row, count, mean, rstd);
+  // The code is not written out for each of many vectors: a few at a time are the first, and the others move up.
+  constexpr int kOnce = kHeld == kManyItems ? 4 : 2;
+#pragma unroll 1
+  for (int begin = 0; begin < kHeld; begin += kOnce) {
+#pragma unroll
+    for (int k = 0; k < kOnce; ++k) {
+      const int at = g.lane + (begin + k) * g.lanes;
+      if (at < count) write_result<T, kMayCenter, kHeld == kFewItems>(p, raw[k], row, at, mean, rstd);
+    }
+    if (g.lane + (begin + kOnce) * g.lanes >= count) break;
+#pragma unroll
+    for (int k = kOnce; k < kHeld; ++k) raw[k - kOnce] = raw[k];
+  }
 }
 
 }  // namespace flexops::norm

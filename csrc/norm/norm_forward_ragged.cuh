@@ -6,17 +6,6 @@
 
 namespace flexops::norm {
 
-/// Starts a copy of the first `valid` of Bytes, zeros beyond; both ends are aligned to Bytes.
-template <int Bytes>
-FLEXOPS_DEVICE void async_copy(void* shared, const void* global, int valid) {
-#if FLEXOPS_HAS_ASYNC_COPY
-  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(Bytes), "r"(valid) : "memory");
-#else
-  for (int i = 0; i < Bytes / 2; ++i) static_cast<u16*>(shared)[i] = 2 * i < valid ? static_cast<const u16*>(global)[i] : u16(0);
-#endif
-}
-
 /// A row's pieces: four elements each, that begin where aligned vectors of a contiguous result do. The first and the last may stick out.
 struct Pieces {
   int columns, shift;  // the first piece begins so many elements before the row
@@ -74,18 +63,15 @@ struct Source {
       const auto* at = reinterpret_cast<const Vector*>(vectors) + i;
       out = at[0];
       if (off) next = at[1];
-      if (off & 2) {
+      if constexpr (kWords == 2) {  // the piece begins `off` elements into the first vector
+        const u64 both = bit_cast<u64>(out) >> (16 * off) | (bit_cast<u64>(next) << 1) << (63 - 16 * off);
+        out = bit_cast<Vector>(both);
+      } else {
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) out.at[w] = w < kWords / 2 ? out.at[w + kWords / 2] : next.at[w - kWords / 2];
+        for (int w = 0; w < 4; ++w) out.at[w] = (off & 2) == 0 ? out.at[w] : w < 2 ? out.at[w + 2] : next.at[w - 2];
+        if (off & 2) next.at[0] = next.at[2];
 #pragma unroll
-        for (int w = 0; w < kWords / 2; ++w) next.at[w] = next.at[w + kWords / 2];
-      }
-      if (off & 1) {
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const u32 following = w + 1 < kWords ? out.at[(w + 1) % kWords] : next.at[0];
-          out.at[w] = kWords == 4 ? following : out.at[w] >> 16 | following << 16;
-        }
+        for (int w = 0; w < 4; ++w) out.at[w] = (off & 1) == 0 ? out.at[w] : w < 3 ? out.at[(w + 1) % 4] : next.at[0];
       }
     } else {
       const Bits* at = reinterpret_cast<const Bits*>(vectors) + off + i64(i) * 4;
@@ -226,7 +212,12 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
     });
     if (p.residual) from = Source(p.new_residual, to, p.rows * p.columns, p.row_type, pieces);
   }
-  const auto get = [&](float (&v)[4], int i, const char* slot) { slot < walk.end ? take(v, slot, p.row_type) : from.load(v, i, pieces); };
+  // Rows that are longer than shared memory are rare: what it does not hold is loaded by elements.
+  const auto get = [&](float (&v)[4], int i, const char* slot) {
+    if (slot < walk.end) return take(v, slot, p.row_type);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_one(from.vectors, from.off + i64(i) * 4 + e, p.row_type) : 0.0f;
+  };
 
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
     float total = 0.0f;
@@ -250,19 +241,17 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
 #pragma unroll 1
   for (int pass = p.codes == kNoCodes ? 1 : 0; pass < 2; ++pass) {
     walk.for_each([&](int i, const char* slot) {
-      float v[4], w[4], b[4];
-      if (p.weight) weight.load(w, i, pieces);
-      if (p.bias) bias.load(b, i, pieces);
+      float v[4], w[4];
       get(v, i, slot);
 #pragma unroll
       for (int e = 0; e < 4; ++e) v[e] = (v[e] - mean) * rstd;
-      if (p.weight) {
+#pragma unroll 1
+      for (int adds = p.weight ? 0 : 1; adds < (p.bias ? 2 : 1); ++adds) {
+        Source parameter = weight;
+        if (adds) parameter = bias;
+        parameter.load(w, i, pieces);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] *= w[e];
-      }
-      if (p.bias) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] += b[e];
+        for (int e = 0; e < 4; ++e) v[e] = adds ? v[e] + w[e] : v[e] * w[e];
       }
       if (p.codes == kNoCodes) {
         y.store(v, i, pieces);

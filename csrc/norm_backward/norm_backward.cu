@@ -33,7 +33,7 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights = a.weight ? (a.weight_type == a.type ? word : word * 4 / norm::size_of(a.type)) : 0;
+  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / norm::size_of(a.type) : word;
   const int64_t tuned = a.type == NormType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
   const norm::Gpu& gpu = norm::current_gpu();
   const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
@@ -71,15 +71,11 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   return plan;
 }
 
-/// Only bf16 has a kernel of its own for RMS norm, and one for layer norm with
-/// a weight of bf16: others do these as well, a little slower where 16-bit data
-/// come fast.
+/// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
 const void* find_walk(const NormBackward& a) {
-  if (a.type == NormType::f32) return FLEXOPS_NORM_KERNEL(backward_walk<float, true, false>);
-  if (a.type == NormType::f16) return FLEXOPS_NORM_KERNEL(backward_walk<f16, true, false>);
-  if (!a.centered) return FLEXOPS_NORM_KERNEL(backward_walk<bf16, false, false>);
-  if (a.weight && a.weight_type == a.type) return FLEXOPS_NORM_KERNEL(backward_walk<bf16, true, true>);
-  return FLEXOPS_NORM_KERNEL(backward_walk<bf16, true, false>);
+  if (a.type == NormType::f32) return FLEXOPS_NORM_KERNEL(backward_walk<float, true>);
+  if (a.type == NormType::f16) return FLEXOPS_NORM_KERNEL(backward_walk<f16, true>);
+  return a.centered ? FLEXOPS_NORM_KERNEL(backward_walk<bf16, true>) : FLEXOPS_NORM_KERNEL(backward_walk<bf16, false>);
 }
 
 #define FLEXOPS_NORM_EACH(kernel)                                                                                 \

@@ -44,42 +44,80 @@ FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const 
 #endif
 }
 
-/// kCentered is needed for layer norm, and does for RMS norm; kSame is for a weight of T, which takes fewer registers. Groups of threads
-/// walk over rows. Each thread fetches its vectors into slots of its own, so that it waits for nobody, while it works on the row before;
-/// both passes read them there, and registers are left for the sums. A slot is filled again as soon as it has been read the second time, or
-/// before the next row.
-template <typename T, bool kCentered, bool kSame = false>
+using Floats = Vec<float, 4>;
+FLEXOPS_DEVICE Floats four_of(const float* v) { return {v[0], v[1], v[2], v[3]}; }
+
+/// A thread's parts of the weight, in slots of shared memory a warp's width apart: as they are if they are of T, else as float32; ones if
+/// there is no weight. Needs no barrier, because a thread has slots of its own, but the caller waits for the copies.
+template <typename T>
+struct Weight {
+  static constexpr int V = kVector<T>, kWords = V / 4;  // slots of V floats
+  uint4* first;
+  bool wide;
+
+  FLEXOPS_DEVICE Weight(uint4* slot, const Backward& p, const Group& g)
+      : first(slot), wide(p.weight != nullptr && p.weight_type != Traits<T>::kType) {
+#pragma unroll 1
+    for (int i = 0; i < slots(); ++i) {
+      const int words = slots() / kParts, at = (g.lane + i / words * g.lanes) * words + i % words;  // in slots
+      const bool valid = at < p.vectors * words;
+      uint4* const to = first + i * kNarrowWarp;
+      if (p.weight == nullptr) {
+        float ones[V];
+#pragma unroll
+        for (int e = 0; e < V; ++e) ones[e] = 1.0f;
+        *to = bit_cast<uint4>(narrow<T>(ones, p.type));
+      } else if (!wide || p.weight_type == kF32) {
+        async_copy<16>(to, static_cast<const uint4*>(p.weight) + at, valid ? 16 : 0);
+      } else {
+        Floats four = {};
+        if (valid) load_floats<Cache::constant>(four.at, p.weight, at * 4, p.weight_type);
+        *to = bit_cast<uint4>(four);
+      }
+    }
+  }
+  FLEXOPS_DEVICE int slots() const { return kParts * (wide ? kWords : 1); }
+
+  /// v times part k.
+  FLEXOPS_DEVICE void scale(float (&v)[V], int k) const {
+    float w[V];
+    if (!wide) {
+      widen<T>(w, bit_cast<Raw<T>>(first[k * kNarrowWarp]), Traits<T>::kType);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) widen_words<float>(w + 4 * i, bit_cast<Vec<u32, 4>>(first[(k * kWords + i) * kNarrowWarp]).at, 4);
+    }
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] *= w[i];
+  }
+};
+
+/// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows. Each thread fetches its vectors into slots
+/// of its own, so that it waits for nobody, while it works on the row before; both passes read them there, and registers are left for the
+/// sums. A slot is filled again as soon as it has been read the second time.
+template <typename T, bool kCentered>
 __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int V = kVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
-  constexpr bool kAtOnce = V == 4 || !kCentered || kSame;  // else registers are short
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
   const Group g(p.lanes, false);
   const Lasting lasting(p.lasting);
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
-  // A warp's slots lie together, so that most of their distances are constants.
+  // A warp's slots lie together, the weight's first, so that most of their distances are constants.
   const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp, lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
-  uint4* const own = slots + warp * (kStages * streams * kParts * kNarrowWarp) + lane;
+  const int weight_slots = p.weight != nullptr && p.weight_type != Traits<T>::kType ? kParts * (V / 4) : kParts;
+  uint4* const own = slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
+  const Weight<T> weight(own, p, g);
   const auto slot = [&](int stage, int stream, int k) {
-    return own + stage * (streams * kParts * kNarrowWarp) + (stream * kParts + k) * kNarrowWarp;
+    return own + (weight_slots + stage * streams * kParts) * kNarrowWarp + (stream * kParts + k) * kNarrowWarp;
   };
 
-  const Parameters<T, kParts> weights(slots + kStages * streams * kParts * threads + threadIdx.x, p.weight, p.weight_type, g, p.vectors);
   float sum_weight[kParts][V], sum_bias[kCentered ? kParts : 1][V];
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
 #pragma unroll
     for (int i = 0; i < V; ++i) sum_weight[k][i] = 0.0f, sum_bias[kCentered ? k : 0][i] = 0.0f;
   }
-  /// v times the weight.
-  const auto scale = [&](float (&v)[V], int k) {
-    float w[V];
-    if (!kSame && p.weight == nullptr) return;
-    weights.template get<kSame>(w, k);
-#pragma unroll
-    for (int i = 0; i < V; ++i) v[i] *= w[i];
-  };
-
   const auto fetch = [&](i64 row, int stage, int k) {
     const int at = g.lane + k * g.lanes;
     const bool valid = row < p.rows && at < p.vectors;
@@ -89,20 +127,20 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
       fetch16(slot(stage, 2, k), static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid, lasting);
   };
   const auto fetch_row = [&](i64 row, int stage) {
-#pragma unroll
+#pragma unroll  // of a loop ptxas 13.0 makes wrong code: it counts in the register that holds the cache's policy
     for (int k = 0; k < kParts; ++k) fetch(row, stage, k);
     async_commit();
   };
 
   const int together = g.count;
   const i64 step = i64(gridDim.x) * together;
-  i64 row = i64(blockIdx.x) * together + g.index;
-  fetch_row(row, 0);
-  if (kAtOnce) fetch_row(row + step, 1);
-  Statistics next = load_statistics(p, row);
+  i64 first = i64(blockIdx.x) * together;  // of the block's rows: the same for all threads, so that warps stay together
+#pragma unroll 1
+  for (int ahead = 0; ahead < kStages; ++ahead) fetch_row(first + g.index + ahead * step, ahead);
+  Statistics next = load_statistics(p, first + g.index);
   int stage = 0;
-  for (; row - g.index < p.rows; row += step) {  // all of the block's threads equally often
-    if (!kAtOnce) fetch_row(row + step, stage ^ 1);
+  for (; first < p.rows; first += step) {
+    const i64 row = first + g.index;
     const Statistics s = next;
     next = load_statistics(p, row + step);
     async_wait(1);
@@ -113,7 +151,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
       float x[V], grad[V];
       widen<T>(x, bit_cast<Raw<T>>(*slot(stage, 0, k)), p.type);
       widen<T>(grad, bit_cast<Raw<T>>(*slot(stage, 1, k)), p.type);
-      scale(grad, k);
+      weight.scale(grad, k);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         sums[0] += grad[i] * (x[i] * s.rstd + shift);
@@ -129,14 +167,14 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
       widen<T>(grad, bit_cast<Raw<T>>(*slot(stage, 1, k)), p.type);
       uint4 also;
       if (streams == 3) also = *slot(stage, 2, k);
-      if (kAtOnce) fetch(row + 2 * step, stage, k);
+      fetch(row + 2 * step, stage, k);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         x[i] = kCentered ? (x[i] - s.mean) * s.rstd : x[i] * s.rstd + shift;
         sum_weight[k][i] += grad[i] * x[i];
         if (kCentered) sum_bias[kCentered ? k : 0][i] += grad[i];
       }
-      scale(grad, k);
+      weight.scale(grad, k);
 #pragma unroll
       for (int i = 0; i < V; ++i) out[i] = grad[i] * s.rstd + (x[i] * slope + level);
       if (streams == 3) {
@@ -148,46 +186,58 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
       if (p.grad_x && row < p.rows && at < p.vectors)
         write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, narrow<T>(out, p.type), p.type);
     }
-    if (kAtOnce) async_commit();
+    async_commit();
     stage ^= 1;
   }
   async_wait(0);
 
   // The block's sums. Those of several rows at a time are added up in order.
-  const auto publish = [&](const float (&sum)[kParts][V], float* partial) {
-    if (partial == nullptr) return;
-    partial += i64(blockIdx.x) * p.columns;
-    if (together == 1) {
-#pragma unroll
-      for (int k = 0; k < kParts; ++k) {
-        const int at = g.lane + k * g.lanes;
-        if (at < p.vectors) store_floats<float>(sum[k], partial, i64(at) * V);
-      }
-      return;
-    }
-    float* lines = reinterpret_cast<float*>(slots);
-    const int width = g.lanes * kColumns;
-    __syncthreads();
+  const i64 to = i64(blockIdx.x) * p.columns;
+  if (together == 1) {
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
+      const int at = (g.lane + k * g.lanes) * V;
+      if (at >= p.columns) continue;
+      if (p.partial_weight) store_floats<float>(sum_weight[k], p.partial_weight, to + at);
+      if (kCentered && p.partial_bias) store_floats<float>(sum_bias[kCentered ? k : 0], p.partial_bias, to + at);
+    }
+    return;
+  }
+  auto* const lines = reinterpret_cast<Floats*>(slots);
+  const int width = g.lanes * (kColumns / 4), fours = p.columns / 4;
+  __syncthreads();
 #pragma unroll
-      for (int i = 0; i < V; ++i) lines[g.index * width + (g.lane + k * g.lanes) * V + i] = sum[k][i];
+  for (int k = 0; k < kParts; ++k) {
+    Floats* const line = lines + g.index * width + (g.lane + k * g.lanes) * (V / 4);
+#pragma unroll
+    for (int i = 0; i < V / 4; ++i) {
+      line[i] = four_of(sum_weight[k] + 4 * i);
+      if (kCentered) line[together * width + i] = four_of(sum_bias[kCentered ? k : 0] + 4 * i);
     }
-    __syncthreads();
-    for (int column = static_cast<int>(threadIdx.x); column < p.columns; column += threads) {
-      float total = 0.0f;
-      for (int i = 0; i < together; ++i) total += lines[i * width + column];
-      partial[column] = total;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kSums * fours; i += threads) {
+    const bool second = i >= fours;
+    float* const partial = second ? p.partial_bias : p.partial_weight;
+    if (partial == nullptr) continue;
+    const int at = second ? i - fours : i;
+    const Floats* const line = lines + (second ? together * width : 0) + at;
+    float total[4] = {};
+#pragma unroll 4
+    for (int row = 0; row < together; ++row) {
+      const Floats sum = line[row * width];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[e] += sum.at[e];
     }
-  };
-  publish(sum_weight, p.partial_weight);
-  if constexpr (kCentered) publish(sum_bias, p.partial_bias);
+    store_floats<float>(total, partial, to + at * 4);
+  }
 }
 
 /// The gradient of x alone, for rows that backward_walk does not take: each is read twice.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRID_CONSTANT Backward p) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kVector<T>, kAtOnce = V == 4 ? 2 : 1;
   __shared__ Partial<float, 2> shared;
   const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
@@ -206,7 +256,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
     for (int e = 0; e < V; ++e) unit[e] = (unit[e] - s.mean) * s.rstd;
   };
   float sums[2] = {};
-#pragma unroll 2
+#pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
     float unit[V], scaled[V], product[V];
     load(i, unit, scaled);
@@ -217,7 +267,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
   }
   group_reduce<true>(sums, Sum{}, g, shared);
   const float slope = sums[0] * p.inverse, level = p.centered ? sums[1] * p.inverse : 0.0f;
-#pragma unroll 2
+#pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
     float unit[V], scaled[V], out[V] = {};
     load(i, unit, scaled);
@@ -237,7 +287,7 @@ __global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXO
   if (i >= p.vectors) return;
   const i64 first = i64(blockIdx.y) * p.rows_per_block, last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
   float sum_weight[V] = {}, sum_bias[V] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (i64 row = first; row < last; ++row) {
     float x[V], grad[V];
     widen<T>(x, read<T, Cache::streaming>(p.x, row * p.x_stride + i64(i) * V, p.type), p.type);
@@ -272,6 +322,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_partial(const FLEXOPS_G
   float sums[kLines] = {};
   if (column < p.columns) {
     const float* from = p.partial[blockIdx.y] + column;
+#pragma unroll 1
     for (i64 i = slice; i < p.count; i += kLines * kSlices) {
 #pragma unroll
       for (int k = 0; k < kLines; ++k) {

@@ -1,6 +1,8 @@
 // Group-wise quantization on the CPU: compiled once per ISA level (common/cpu.h). Formulas and format: flexops/ops/quant.py, which this
 // reproduces bit for bit, so multiplications and additions must stay apart.
 
+#include "common/cpu_intrinsics.h"  // before the pragma: with it, to read so many functions takes longer
+
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #else
@@ -64,33 +66,41 @@ static void unpack_run(const uint8_t* FLEXOPS_RESTRICT packed, uint8_t* FLEXOPS_
 }
 
 // ---- a group along contiguous memory --------------------------------------------------------------------------------
+// What the vectors leave of it is done out of line, and by all levels' plain loops.
 
-static Extremes scan_run(const void* x, int64_t offset, int64_t count, QuantType type) {
-  Extremes e;
+[[gnu::noinline]] static void scan_rest(const void* x, int64_t offset, int64_t count, QuantType type, Extremes& e) {
   float buffer[kBlock];
-  for (int64_t at = scan_fast(x, offset, count, type, e); at < count; at += kBlock) {
+  for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t part = least(count - at, kBlock);
     const float* values = widen(x, offset + at, part, type, buffer);
     for (int64_t i = 0; i < part; ++i) e.add(values[i]);
   }
+}
+
+[[gnu::noinline]] static void encode_rest(const void* x, int64_t at, uint8_t* out, const QuantLayout& l, const Coding& c, const Place& p,
+                                          const Group& g) {
+  float buffer[kBlock];
+  uint8_t codes[kBlock];
+  for (; at < p.rows; at += kBlock) {
+    const int64_t count = least(p.rows - at, kBlock);
+    encode_run(widen(x, p.element + at, count, l.type, buffer), l.bits == 8 ? out + at : codes, count, g, c);
+    if (l.bits == 8) continue;
+    if (count % 2) codes[count] = 0;
+    pack_run(codes, out + at / 2, (count + 1) / 2);
+  }
+}
+
+FLEXOPS_INLINE Extremes scan_run(const void* x, int64_t offset, int64_t count, QuantType type) {
+  Extremes e;
+  const int64_t done = scan_fast(x, offset, count, type, e);
+  if (done < count) scan_rest(x, offset + done, count - done, type, e);
   return e;
 }
 
-static void encode_group(const void* x, uint8_t* packed, const QuantLayout& l, const Coding& c, const Place& p, const Group& g) {
+FLEXOPS_INLINE void encode_group(const void* x, uint8_t* packed, const QuantLayout& l, const Coding& c, const Place& p, const Group& g) {
   uint8_t* out = packed + p.packed;
-  float buffer[kBlock];
-  uint8_t codes[kBlock];
-  for (int64_t at = encode_fast(x, p.element, p.rows, g, c, l.bits, out); at < p.rows; at += kBlock) {
-    const int64_t count = least(p.rows - at, kBlock);
-    const float* values = widen(x, p.element + at, count, l.type, buffer);
-    if (l.bits == 8) {
-      encode_run(values, out + at, count, g, c);
-    } else {
-      if (count % 2) codes[count] = 0;
-      encode_run(values, codes, count, g, c);
-      pack_run(codes, out + at / 2, (count + 1) / 2);
-    }
-  }
+  const int64_t done = encode_fast(x, p.element, p.rows, g, c, l.bits, out);
+  if (done < p.rows) encode_rest(x, done, out, l, c, p, g);
   const int64_t used = l.bits == 8 ? p.rows : (p.rows + 1) / 2;
   if (used < l.group_bytes) memset(out + used, 0, static_cast<size_t>(l.group_bytes - used));
 }
@@ -113,18 +123,24 @@ static void quantize_runs(const void* x, uint8_t* packed, void* scales, const Qu
   for (int64_t i = 0; i < count; ++i) encode_group(x, packed, l, c, p[i], g[i]);
 }
 
-static void decode_group(const uint8_t* packed, void* out, const QuantLayout& l, const Place& p, float step, float minimum) {
+[[gnu::noinline]] static void decode_rest(const uint8_t* from, int64_t at, void* out, const QuantLayout& l, const Place& p, float step,
+                                          float minimum) {
   float values[kBlock];
   uint8_t unpacked[kBlock];
   const int flip = flip_of(l);
-  const uint8_t* from = packed + p.packed;
-  for (int64_t at = decode_fast(from, p.rows, l.bits, step, minimum, flip, out, p.element, l.type); at < p.rows; at += kBlock) {
+  for (; at < p.rows; at += kBlock) {
     const int64_t count = least(p.rows - at, kBlock);
     if (l.bits == 4) unpack_run(from + at / 2, unpacked, (count + 1) / 2);
     const uint8_t* codes = l.bits == 4 ? unpacked : from + at;
     for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>((codes[i] ^ flip) - flip) * step + minimum;
     narrow(values, out, p.element + at, count, l.type);
   }
+}
+
+static void decode_group(const uint8_t* packed, void* out, const QuantLayout& l, const Place& p, float step, float minimum) {
+  const uint8_t* from = packed + p.packed;
+  const int64_t done = decode_fast(from, p.rows, l.bits, step, minimum, flip_of(l), out, p.element, l.type);
+  if (done < p.rows) decode_rest(from, done, out, l, p, step, minimum);
 }
 
 static void dequantize_runs(const uint8_t* packed, const void* scales, void* out, const QuantLayout& l, const Place (&p)[kBatch],
@@ -144,7 +160,8 @@ struct Row {
 };
 using QuantizeRow = Row<kQuantizeColumns>;
 
-static void find_groups(const void* x, const QuantLayout& l, const Coding& c, const Place& p, QuantizeRow& minimum, QuantizeRow& scale) {
+[[gnu::noinline]] static void find_groups(const void* x, const QuantLayout& l, const Coding& c, const Place& p, QuantizeRow& minimum,
+                                          QuantizeRow& scale) {
   QuantizeRow lowest, highest, poison, buffer;
   for (int64_t i = 0; i < p.columns; ++i) lowest.at[i] = kInfinity, highest.at[i] = -kInfinity, poison.at[i] = 0.0f;
   for (int64_t row = 0; row < p.rows; ++row) {
@@ -164,21 +181,26 @@ static void find_groups(const void* x, const QuantLayout& l, const Coding& c, co
   }
 }
 
+/// One row's codes, zeros beyond the last.
+[[gnu::noinline]] static void encode_columns(const void* x, int64_t row, uint8_t* codes, const QuantLayout& l, const Coding& c,
+                                             const Place& p, const QuantizeRow& minimum, const QuantizeRow& scale) {
+  QuantizeRow buffer;
+  if (row < p.rows) {
+    encode_row(widen(x, p.element + row * l.length_stride, p.columns, l.type, buffer.at), codes, p.columns, minimum.at, scale.at, c);
+  } else {
+    memset(codes, 0, static_cast<size_t>(p.columns));
+  }
+}
+
 static void quantize_tile(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, Place p) {
   p.skip(quantize_columns_fast(x, packed, scales, l, c, p));
   if (p.columns == 0) return;
-  QuantizeRow minimum, scale, buffer;
+  QuantizeRow minimum, scale;
   uint8_t even[kQuantizeColumns], odd[kQuantizeColumns];
   find_groups(x, l, c, p, minimum, scale);
   narrow(scale.at, scales, p.scales, p.columns, l.type);
   if (!l.symmetric) narrow(minimum.at, scales, p.scales + l.inner, p.columns, l.type);
-  const auto encode = [&](int64_t row, uint8_t* codes) {
-    if (row >= p.rows) {
-      for (int64_t i = 0; i < p.columns; ++i) codes[i] = 0;
-    } else {
-      encode_row(widen(x, p.element + row * l.length_stride, p.columns, l.type, buffer.at), codes, p.columns, minimum.at, scale.at, c);
-    }
-  };
+  const auto encode = [&](int64_t row, uint8_t* codes) { encode_columns(x, row, codes, l, c, p, minimum, scale); };
   for (int64_t byte = 0; byte < l.group_bytes; ++byte) {
     uint8_t* FLEXOPS_RESTRICT out = packed + p.packed + byte * l.inner;
     if (l.bits == 8) {

@@ -18,6 +18,9 @@ constexpr float kFloatMax = 3.40282347e38f;
 constexpr float kRound = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, half to even, in the sum's low bits
 static const float kInfinity = __builtin_inff();
 
+// A group of 64 takes some 40 cycles, of which calls with so many arguments would be a good part.
+#define FLEXOPS_INLINE static inline __attribute__((always_inline))
+
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static float largest_of(QuantType type) { return type == QuantType::f16 ? 65504.0f : type == QuantType::bf16 ? 3.38953139e38f : kFloatMax; }
@@ -40,12 +43,12 @@ static const float* widen(const void* from, int64_t offset, int64_t count, Quant
   return buffer;
 }
 
-static void narrow(const float* from, void* to, int64_t offset, int64_t count, QuantType type) {
+[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, QuantType type) {
   if (type == QuantType::f32) {
     float* out = static_cast<float*>(to) + offset;
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store_floats(out + i, load_floats(from + i));  // a memcpy starts too slowly for a few numbers
-    for (; i < count; ++i) out[i] = from[i];
+    for (; i < count; ++i) few(i), out[i] = from[i];
   } else if (type == QuantType::bf16) {
     float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
   } else {

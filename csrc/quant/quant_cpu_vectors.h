@@ -8,9 +8,6 @@ namespace flexops::FLEXOPS_ISA {
 
 #if defined(__AVX2__)
 
-// A group of 64 takes some 40 cycles, of which calls with so many arguments would be a good part.
-#define FLEXOPS_INLINE static inline __attribute__((always_inline))
-
 constexpr int64_t kVectorRun = 32;         // codes that are packed at once
 constexpr int64_t kKeptBytes = 64 * 1024;  // of a tile's elements, copied before its two passes
 
@@ -121,6 +118,17 @@ FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t cou
                        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
     }
   }
+  for (; i + 8 <= count; i += 8) {  // small groups
+    const __m256i code = _mm256_and_si256(code8(load8<type>(x, offset + i), minimum, scale, top), mask), zero = _mm256_setzero_si256();
+    const __m128i bytes = _mm256_castsi256_si128(join_bytes(code, zero, zero, zero));
+    if (bits == 8) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), bytes);
+    } else {
+      const __m128i words = _mm_maddubs_epi16(bytes, _mm256_castsi256_si128(halves));
+      const int four = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
+      memcpy(out + i / 2, &four, sizeof four);
+    }
+  }
   return i;
 }
 
@@ -167,7 +175,7 @@ template <QuantType type>
 FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
                                       int64_t offset) {
   int64_t i = 0;
-  if (bits == 4 && count >= kVectorRun) {
+  if (bits == 4 && count >= 16) {
     const Table<type> table(step, minimum, flip);
     const __m128i mask = _mm_set1_epi8(15);
     for (; i + kVectorRun <= count; i += kVectorRun) {
@@ -175,6 +183,11 @@ FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int 
       const __m128i even = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask), odd = _mm_and_si128(bytes, mask);
       table.store16(out, offset + i, _mm_unpacklo_epi8(even, odd));
       table.store16(out, offset + i + 16, _mm_unpackhi_epi8(even, odd));
+    }
+    if (i + 16 <= count) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i / 2));
+      table.store16(out, offset + i, _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask)));
+      i += 16;
     }
   } else if (bits == 8) {
     const __m256 steps = _mm256_set1_ps(step), minima = _mm256_set1_ps(minimum);

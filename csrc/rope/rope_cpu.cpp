@@ -27,10 +27,14 @@ static void store_one(void* to, int64_t at, float value, RopeType type) {
   }
 }
 
+[[gnu::noinline]] static void load_strided(const void* from, int64_t offset, int64_t stride, int64_t count, RopeType type, float* buffer) {
+  for (int64_t i = 0; i < count; ++i) buffer[i] = load_one(from, offset + i * stride, type);
+}
+
 /// `count` elements as floats: in place where that is possible, else in `buffer`.
 static const float* widen(const void* from, int64_t offset, int64_t stride, int64_t count, RopeType type, float* buffer) {
   if (stride != 1 && count > 1) {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = load_one(from, offset + i * stride, type);
+    load_strided(from, offset, stride, count, type, buffer);
     return buffer;
   }
   if (type == RopeType::f32) return static_cast<const float*>(from) + offset;
@@ -87,6 +91,7 @@ static void rotate_halves(const float* x, const float* y, const float* cos, cons
     store_floats(y_out + i, b * c + a * s);
   }
   for (; i < count; ++i) {
+    few(i);
     const float a = x[i], b = y[i];
     x_out[i] = a * cos[i] - b * sin[i];
     y_out[i] = b * cos[i] + a * sin[i];

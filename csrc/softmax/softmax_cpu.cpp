@@ -53,7 +53,7 @@ static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, 
     const uint8_t* FLEXOPS_RESTRICT keep = static_cast<const uint8_t*>(m.data) + m.offset + at;
     for (int64_t i = 0; i < count; ++i) s[i] = keep[i] ? s[i] : -kInfinity;
   } else {
-    float buffer[kRowBlock];
+    alignas(64) float buffer[kRowBlock];
     const auto type = static_cast<RowType>(static_cast<int>(m.kind) - static_cast<int>(SoftmaxMask::f32));
     const float* FLEXOPS_RESTRICT added = widen_row(m.data, m.offset + at, count, type, buffer);
     for (int64_t i = 0; i < count; ++i) s[i] += added[i];
@@ -61,9 +61,9 @@ static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, 
 }
 
 /// Exponents [at, at + count) of a row whose first element is `offset`: at most a block of them.
-static void make_exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows, const MaskRow& mask,
-                           float* FLEXOPS_RESTRICT s) {
-  float buffer[kRowBlock];
+[[gnu::noinline]] static void make_exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows,
+                                             const MaskRow& mask, float* FLEXOPS_RESTRICT s) {
+  alignas(64) float buffer[kRowBlock];
   const float* FLEXOPS_RESTRICT values = widen_row(x, offset + at, count, row_type(rows), buffer);
   const float scale = rows.scale;
   for (int64_t i = 0; i < count; ++i) s[i] = values[i] * scale;
@@ -87,6 +87,7 @@ static float scale_block(const void* x, int64_t offset, int64_t count, float sca
   }
   float rest = maximum;
   for (; i < count; ++i) {
+    few(i);
     out[i] = load_element<type>(x, offset + i) * scale;
     rest = rest < out[i] ? out[i] : rest;
   }
@@ -122,7 +123,7 @@ static void divide_to(const float* values, void* out, int64_t offset, int64_t co
   if (i == count) return;
   float rest[kLanes];
   store_floats(rest, quotient_of(load_some(values + i, count - i, 0.0f)));
-  for (int k = 0; k < kLanes && i < count; ++k, ++i) store_element<type>(out, offset + i, rest[k]);
+  for (const float* from = rest; i < count; ++i) few(i), store_element<type>(out, offset + i, *from++);
 }
 static void divide(const float* values, void* out, int64_t offset, int64_t count, float sum, RowType type) {
   if (type == RowType::f32) return divide_to<RowType::f32>(values, out, offset, count, sum);
@@ -135,8 +136,7 @@ static void divide(const float* values, void* out, int64_t offset, int64_t count
 static void softmax_short(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
                           const MaskRow& mask) {
   static const float zeros[kLanes] = {};
-  alignas(64) float s[kRowBlock + kLanes];
-  float buffer[kRowBlock];
+  alignas(64) float s[kRowBlock + kLanes], buffer[kRowBlock];
   const float* values = widen_row(x, offset, length, row_type(rows), buffer);
   int64_t i = 0;
   for (; i + kLanes <= length; i += kLanes) store_floats(s + i, load_floats(values + i) * rows.scale);
@@ -167,7 +167,8 @@ static void softmax_held(const void* x, int64_t offset, void* out, int64_t out_o
 
 static void softmax_long(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
                          const MaskRow& mask) {
-  float s[kRowBlock], maximum = -kInfinity;
+  alignas(64) float s[kRowBlock];
+  float maximum = -kInfinity;
   double sum = 0.0;
   for_row_blocks(length, 0, [&](int64_t at, int64_t count) { maximum = exponents(x, offset, at, count, rows, mask, s, maximum); });
   const float base = settle(maximum);
@@ -190,7 +191,7 @@ static int64_t visible(const SoftmaxRows& rows, int64_t row) {
 }
 
 void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& rows, int64_t begin, int64_t end) {
-  float buffer[kHeld];
+  alignas(64) float buffer[kHeld];
   const RowType type = row_type(rows);
   float* heap = nullptr;
   if (type != RowType::f32 && rows.length > kHeld && rows.length <= kMostHeld) {
@@ -232,7 +233,7 @@ static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64
   }
   for (; i + kLanes <= count; i += kLanes) sum[0] += load_elements<type>(a, a_at + i) * load_elements<type>(b, b_at + i);
   float rest = 0.0f;
-  for (; i < count; ++i) rest += load_element<type>(a, a_at + i) * load_element<type>(b, b_at + i);
+  for (; i < count; ++i) few(i), rest += load_element<type>(a, a_at + i) * load_element<type>(b, b_at + i);
   return sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
 }
 
@@ -253,6 +254,7 @@ static void write_gradient(const void* grad, int64_t grad_at, const void* y, int
     store_elements<type>(out, out_at + i, value);
   }
   for (; i < count; ++i) {
+    few(i);
     const float value = load_element<type>(y, y_at + i) * scale * (load_element<type>(grad, grad_at + i) - sum);
     store_element<type>(out, out_at + i, value);
   }

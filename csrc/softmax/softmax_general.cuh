@@ -164,10 +164,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
     }
 #pragma unroll 1
     for (int k = 0; k < V; ++k) {
-      const Packed vector = raw[0];
-#pragma unroll
-      for (int i = 1; i < V; ++i) raw[i - 1] = raw[i];
-      raw[V - 1] = vector;  // in turn, because code for each of them is much to compile
+      const Packed vector = next(raw);  // in turn, because code for each of them is much to compile
       const int at = from + k * step;
       if (at >= (writes ? p.length : length)) continue;
       make_exponents<type>(s, vector, p.is_f16, p.scale, mask, at, length);

@@ -39,7 +39,7 @@ CATALOG: tuple[OpSpec, ...] = (
         "cross_entropy",
         ops=("cross_entropy", "cross_entropy_", "cross_entropy_backward", "scale_rows_"),
         cpu_sources=("cross_entropy/cross_entropy_cpu.cpp",),
-        cuda_sources=("cross_entropy/cross_entropy.cu", "cross_entropy/cross_entropy_ring.cu"),
+        cuda_sources=("cross_entropy/cross_entropy.cu",),
     ),
     OpSpec(
         "norm",
