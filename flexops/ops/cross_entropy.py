@@ -63,7 +63,7 @@ def cross_entropy(
     asking the host. Then float16 rounds the gradient before, not after, a ``GradScaler``'s factor is in it: prefer bfloat16, or ``reduction="sum"``.
     """
     check_arguments("cross_entropy", "logits", logits, target, label_smoothing, z_loss, reduction)
-    if not logits.shape[-1]:
+    if logits.shape[-1] == 0:  # "not" makes a compiler of torch 2.4 take the size for a constant
         raise ValueError(f"flexops.cross_entropy: logits must have at least one class in their last dimension, got shape {tuple(logits.shape)}")
     shape, code = target.shape, REDUCTIONS[reduction]
     if len(shape) != 1:
