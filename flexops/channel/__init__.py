@@ -1,7 +1,7 @@
 """The conda channel: builds the recipe's variants into it, indexes it, and checks that it solves, installs and works.
 
 A channel is a folder: this writes one, and any web server, bucket or ``file://`` serves it. All that touches conda packages is done by conda-build or
-by the rattler bindings (``pip install 'flexops[conda]'``), in other processes. Imports neither torch nor those.
+by the rattler bindings (``pip install "flexops-torch[conda]"``), in other processes. Imports neither torch nor those.
 """
 
 from __future__ import annotations

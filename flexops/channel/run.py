@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import distribution
 from ..errors import ChannelError
 
 OnLine = Callable[[str], None]
@@ -60,7 +61,7 @@ def child(
     """
     missing = [package for module, package in BINDINGS.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise ChannelError("the tools that make conda packages are not installed", found=f"no {', '.join(missing)}", fix="pip install 'flexops[conda]'")
+        raise ChannelError("the tools that make conda packages are not installed", found=f"no {', '.join(missing)}", fix=distribution.with_extra("conda"))
     with tempfile.TemporaryDirectory(prefix="flexops-channel-") as folder:
         answer = Path(folder, "answer.json")
         command = [sys.executable, "-m", f"{__package__}.child"]

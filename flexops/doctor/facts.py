@@ -59,7 +59,7 @@ class PythonFact:
     """This Python. ``environment`` is venv, conda or system; ``headers``: is Python.h there?
 
     ``origin`` is the Python below: the distribution's, conda's, or one of its own (uv, pyenv, built by hand), whose headers no package of the
-    distribution brings.
+    distribution brings. ``namesake``: the other project's distribution called flexops, if it is installed too.
     """
 
     version: tuple[int, int, int]
@@ -67,6 +67,7 @@ class PythonFact:
     environment: Literal["venv", "conda", "system"]
     headers: bool
     origin: Literal["system", "conda", "other"] = "system"
+    namesake: str = ""
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Judge], ...]], ...] = (
         (
             ("platform", lambda facts: machine.platform(known(facts.platform))),
             ("python", _python),
+            ("package", lambda facts: machine.package(known(facts.python))),
             ("settings", lambda facts: machine.settings(known(facts.settings))),
             ("environment", lambda facts: machine.environment(known(facts.environment))),
             ("gpu", _gpu),

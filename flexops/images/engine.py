@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .. import distribution
 from ..errors import ImageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def connect() -> DockerClient:
         from docker import DockerClient
         from docker.errors import DockerException
     except ImportError as error:
-        raise ImageError("images need the docker SDK for Python", found=str(error), fix='pip install "flexops[images]"') from error
+        raise ImageError("images need the docker SDK for Python", found=str(error), fix=distribution.with_extra("images")) from error
     try:
         client = DockerClient.from_env(timeout=_TIMEOUT)
         client.ping()

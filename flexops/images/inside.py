@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, targets, toolchain
+from .. import __version__, distribution, targets, toolchain
 from ..doctor.examination import examine
 from ..doctor.finding import Finding, Report, fail, ok, worst
 from ..op_builder import layout, manifest
@@ -67,7 +67,7 @@ def _leftovers() -> Iterable[str]:
 
 def _own_packages() -> set[str]:
     """flexops and what it needs, without torch and what torch needs."""
-    return _closure("flexops", stop="torch") - _closure("torch")
+    return _closure(distribution.NAME, stop="torch") - _closure("torch")
 
 
 def _closure(name: str, stop: str = "") -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .. import toolchain
+from .. import distribution, toolchain
 from ..errors import CacheError, ToolchainError
 from ..settings import Settings
 from . import builder, catalog, layout, loader
@@ -88,6 +88,13 @@ def build_into_package(names: tuple[str, ...], chosen: Settings, package: Path, 
             found="no torch in the environment that runs the build (build isolation hides it)",
             required="the torch that flexops will be used with",
             fix="pip install torch ninja && FLEXOPS_AOT=all pip install --no-build-isolation .",
+        )
+    if namesake := distribution.namesake():
+        raise ToolchainError(
+            "another project's distribution has the import name flexops here",
+            found=namesake,
+            required=f"an environment without it: it and {distribution.NAME} would overwrite each other's modules",
+            fix="pip uninstall --yes flexops   # or install this one into another environment",
         )
     results = build(names, chosen, devices=chosen.aot_devices or None, out=package / layout.aot_root().name, progress=progress)
     for result in results:

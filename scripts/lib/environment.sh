@@ -189,10 +189,25 @@ install_flexops() {
     note "there: $ROOT, editable"
     return
   fi
-  [[ -e $ROOT/flexops.egg-info ]] || made "$ROOT/flexops.egg-info"
+  remove_namesake
+  [[ -e $ROOT/flexops_torch.egg-info ]] || made "$ROOT/flexops_torch.egg-info"
   FLEXOPS_AOT='' pip_install --no-build-isolation --editable "$ROOT"
   environment_holds || die 'pip ended well, but the environment does not hold what was asked for' "rm -rf $PREFIX, then run the same command again"
   write_marker "$DIGEST"
+}
+
+# remove_namesake: this checkout's own install under its former name goes; another project's with our import name is the user's to decide about.
+remove_namesake() {
+  local found
+  found=$("$(environment_python)" "$ROOT/scripts/lib/installed.py" "$ROOT" --namesake)
+  case $found in
+    ours)
+      note 'pip uninstall flexops   # this checkout, from before it was called flexops-torch'
+      "$(environment_python)" -m pip uninstall --quiet --yes flexops
+      rm -rf -- "$ROOT/flexops.egg-info"
+      ;;
+    other*) die "$PREFIX holds another project's flexops (${found#other }), which has the same import name" "$PIP uninstall flexops, or --prefix DIR for another environment" ;;
+  esac
 }
 
 install_launcher() {

@@ -1,10 +1,15 @@
-"""Exit 0 if this Python's environment holds the pins, and flexops as an editable install of that checkout: ROOT [NAME==VERSION]..."""
+"""Exit 0 if this Python's environment holds the pins, and flexops-torch as an editable install of that checkout: ROOT [NAME==VERSION]...
+
+A distribution called flexops must not be there: it is another project's, or this checkout's own from before it was called flexops-torch.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
+
+NAME, FORMER_NAME = "flexops-torch", "flexops"
 
 
 def numbers(text: str) -> list[int]:
@@ -23,14 +28,25 @@ def holds(pin: str) -> bool:
         return False
 
 
-def is_editable(root: str) -> bool:
+def is_editable(name: str, root: str) -> bool:
     try:
-        origin = json.loads(distribution("flexops").read_text("direct_url.json") or "{}")
+        origin = json.loads(distribution(name).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
         return False
     return bool(origin.get("dir_info", {}).get("editable")) and origin.get("url") == f"file://{root}"
 
 
+def namesake(root: str) -> str:
+    """``ours``: this checkout's, under its former name; ``other VERSION``: another project's; empty: no distribution is called flexops."""
+    try:
+        return "ours" if is_editable(FORMER_NAME, root) else f"other {version(FORMER_NAME)}"
+    except PackageNotFoundError:
+        return ""
+
+
 if __name__ == "__main__":
     root, *pins = sys.argv[1:]
-    sys.exit(0 if is_editable(root) and all(map(holds, filter(None, pins))) else 1)
+    if pins == ["--namesake"]:
+        print(namesake(root))
+        sys.exit()
+    sys.exit(0 if is_editable(NAME, root) and not namesake(root) and all(map(holds, filter(None, pins))) else 1)

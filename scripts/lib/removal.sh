@@ -32,7 +32,7 @@ uninstall() {
 is_ours() {
   [[ -e $1 ]] || return 1
   case $1 in
-    "$ROOT"/flexops/_aot | "$ROOT"/flexops.egg-info) return 0 ;;
+    "$ROOT"/flexops/_aot | "$ROOT"/flexops.egg-info | "$ROOT"/flexops_torch.egg-info) return 0 ;;
     *) [[ -e $1/$MARKER || (-d $1 && -z $(ls -A "$1")) ]] ;;
   esac
 }

@@ -57,6 +57,7 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
     done = wheel(source, tmp_path, "--no-build-isolation")
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.whl")
+    assert file.name.startswith("flexops_torch-"), "on package indexes, flexops is another project's"
     assert file.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(file).namelist())
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]

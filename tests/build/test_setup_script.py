@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ case "$*" in
     if [ -e "{tools}/pip-fails" ]; then echo "ERROR: no such index" >&2; exit 1; fi
     cp "{tools}/flexops" "$prefix/bin/flexops"
     touch "$prefix/installed" ;;
+  *installed.py*--namesake*) cat "{tools}/namesake" 2>/dev/null || true ;;
+  *"pip uninstall"*) echo "pip $*" >>"{log}" ;;
   *installed.py*) test -e "$prefix/installed" ;;
   *flexops.demo*) echo demo >>"{log}" ;;
   *) exec {python} "$@" ;;
@@ -224,6 +227,40 @@ def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
     left_over.touch()
     assert checkout.run("--yes", "--no-root", "--target", "cu121-sm90").returncode == 0
     assert not left_over.exists()
+
+
+def test_another_project_with_our_import_name_is_the_users_to_decide_about(checkout: Checkout) -> None:
+    (checkout.tools / "namesake").write_text("other 3.2.0")
+    done = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert done.returncode == 1
+    assert "another project's flexops (3.2.0)" in done.stderr
+    assert "pip uninstall flexops" in done.stderr
+    (checkout.tools / "namesake").write_text("ours")  # this checkout, from before it was called flexops-torch
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    assert [call for call in checkout.calls if call.endswith("uninstall --quiet --yes flexops")]
+
+
+def test_installed_asks_for_this_checkout_by_its_name(tmp_path: Path) -> None:
+    def holds(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-S", str(ROOT / "scripts/lib/installed.py"), "/our/checkout", *arguments]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout.strip() + done.stderr
+
+    def install(name: str, version: str, url: str) -> None:
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
+
+    assert holds() == (1, "")
+    install("flexops_torch", "0.1.0", "file:///our/checkout")
+    assert holds() == (0, "")
+    assert holds("no-such-package==1") == (1, "")
+    install("flexops", "0.1.0", "file:///our/checkout")
+    assert (holds(), holds("--namesake")) == ((1, ""), (0, "ours"))
+    shutil.rmtree(tmp_path / "flexops-0.1.0.dist-info")
+    install("flexops", "3.2.0", "file:///elsewhere")
+    assert (holds(), holds("--namesake")) == ((1, ""), (0, "other 3.2.0"))
 
 
 def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> None:

@@ -16,13 +16,14 @@ from conda_world import HERE, ROOT, CpuBuild, World
 from flexops import targets
 from flexops.channel.place import Place
 from flexops.channel.run import child
+from flexops.distribution import with_extra
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str, str], None]) -> Iterator[World]:
     """The miniature channel. The folder is gigabytes large, so it does not outlive the run."""
     bindings = all(importlib.util.find_spec(name) for name in ("rattler", "rattler_build"))
-    require(bindings, "the rattler bindings", "pip install 'flexops[conda]'")
+    require(bindings, "the rattler bindings", with_extra("conda"))
     root = tmp_path_factory.mktemp("conda")
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -102,7 +102,7 @@ def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "BINDINGS", {"no_such_module": "py-nothing"})
     with pytest.raises(ChannelError, match="not installed") as caught:
         run.child("solve", {})
-    assert (caught.value.found, caught.value.fix) == ("no py-nothing", "pip install 'flexops[conda]'")
+    assert (caught.value.found, caught.value.fix) == ("no py-nothing", 'pip install "flexops-torch[conda]"')
 
 
 @pytest.mark.parametrize(

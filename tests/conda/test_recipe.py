@@ -13,6 +13,7 @@ import pytest
 from conda_world import ROOT
 
 from flexops import __version__, _toml, targets
+from flexops.distribution import with_extra
 from flexops.targets import conda, loading
 from flexops.toolchain.compat import rules
 from flexops.toolchain.model import TorchBuild
@@ -46,7 +47,7 @@ def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendere
     def run(*variants: str) -> Rendered:
         command = [sys.executable, "-c", RENDER, str(ROOT / "recipe" / "recipe.yaml"), *(str(ROOT / name) for name in variants)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        require("No module named 'rattler_build'" not in done.stderr, "the rattler bindings", "pip install 'flexops[conda]'")
+        require("No module named 'rattler_build'" not in done.stderr, "the rattler bindings", with_extra("conda"))
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout))
 
@@ -125,6 +126,6 @@ def test_the_environments_are_read_by_conda_s_own_parser(require: Callable[[obje
     specs = [line[4:] for line in lines if line.startswith("  - ") and ":" not in line and line != "  - conda-forge"]
     code = "import json, os, sys, rattler\nfor spec in json.load(sys.stdin): rattler.MatchSpec(spec, strict=True)\nos._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(specs), capture_output=True, text=True, timeout=60, check=False)
-    require("No module named 'rattler'" not in done.stderr, "the rattler bindings", "pip install 'flexops[conda]'")
+    require("No module named 'rattler'" not in done.stderr, "the rattler bindings", with_extra("conda"))
     assert done.returncode == 0, done.stderr
     assert len(specs) > 100

@@ -288,7 +288,7 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
         [sys.executable, "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False
     )
     assert "images need the docker SDK" in done.stderr
-    assert 'pip install "flexops[images]"' in done.stderr
+    assert 'pip install "flexops-torch[images]"' in done.stderr
 
 
 # ---- a build on a fake engine ---------------------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,13 @@ def test_python() -> None:
     is_(machine.python(replace(fact, headers=False), False, ""), "ok")
 
 
+def test_another_project_of_our_import_name() -> None:
+    fact = PythonFact((3, 12, 1), "/venv/bin/python", "venv", True)
+    assert list(machine.package(fact)) == []
+    fact = replace(fact, namesake="flexops 3.2.0 in /venv/lib")
+    is_(one(machine.package(fact)), "fail", "flexops 3.2.0 in /venv/lib", "flexops-torch", "/venv/bin/python -m pip uninstall --yes flexops")
+
+
 def test_settings_that_are_not_understood_fail_each() -> None:
     problems = (("MAX_JOBS is not a number", "many", "1, 2", "unset MAX_JOBS"), ("FLEXOPS_LOG is not understood", "x", "quiet", "unset FLEXOPS_LOG"))
     fact = SettingsFact(settings(), problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
+from ... import distribution
 from ..facts import Gpu, GpuFact, PlatformFact, PythonFact, SettingsFact, TorchFact
 from ..finding import Finding, fail, ok, warn
 
@@ -48,6 +49,14 @@ def _headers_fix(fact: PythonFact, installer: str) -> str:
     if fact.origin == "other":
         return f"uv venv --managed-python --python {minor} .venv   # this Python is not the distribution's and came without its headers"
     return f"{installer or 'apt-get install -y'} python{minor}-dev"
+
+
+def package(fact: PythonFact) -> Iterator[Finding]:
+    """Whether another project's distribution wants the same modules; nothing is said where there is none."""
+    if fact.namesake:
+        found = f"{fact.namesake}, another project's distribution with the same import name, beside {distribution.NAME}: each overwrites the other's modules"
+        fix = f"{fact.executable} -m pip uninstall --yes flexops   # then install {distribution.NAME} again, as before"
+        yield fail("package", found, f"one of the two in an environment; {distribution.NAME} is this one", fix)
 
 
 def settings(fact: SettingsFact) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from ... import distribution
 from ..facts import Gpu, GpuFact, PlatformFact, PythonFact, SettingsFact
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def python() -> PythonFact:
     if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")):
         origin = "conda"
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
-    return PythonFact(sys.version_info[:3], sys.executable, environment, os.path.exists(headers), origin)
+    return PythonFact(sys.version_info[:3], sys.executable, environment, os.path.exists(headers), origin, distribution.namesake())
 
 
 def environment() -> dict[str, str]:
