@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._register import is_dense
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters, gradients and copies may be. Steps, and states that are not quantized, are float32."""
@@ -16,8 +18,12 @@ Lists = Mapping[str, tuple[Sequence[Any], tuple[torch.dtype, ...]]]
 """An op's lists by name, the parameters first, each with the dtypes that it may hold."""
 
 
-def listed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return tensors if isinstance(tensors, list) else list(tensors)
+def listed(op: str, **lists: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The lists, as lists."""
+    for name, tensors in lists.items():
+        if not isinstance(tensors, Iterable) or isinstance(tensors, Tensor):
+            raise TypeError(f"flexops::{op}: {name} must be a list of tensors, got {type(tensors).__name__}")
+    return [tensors if isinstance(tensors, list) else list(tensors) for tensors in lists.values()]
 
 
 def split_lr(lr: float | Tensor, on_cpu: bool) -> tuple[float, Tensor | None]:
@@ -44,7 +50,7 @@ def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Calla
     try:
         with torch.no_grad():
             result = op(*args)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError):
         check()
         raise
     increment_versions(written)
@@ -131,8 +137,8 @@ def each_step(steps: list[Tensor], params: list[Tensor]) -> list[Tensor]:
 def _check_tensor(where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where} must be a dense (strided) tensor, got {tensor.layout}")
+    if not is_dense(tensor):
+        raise TypeError(f"{where} must be a dense (strided) tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
     if tensor.dtype not in dtypes:
         accepted = " or ".join(", ".join(_dtype_name(dtype) for dtype in dtypes).rsplit(", ", 1))
         raise TypeError(f"{where} must be {accepted}, got {_dtype_name(tensor.dtype)}")

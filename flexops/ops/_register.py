@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..op_builder import loader
+from ._torch import any_requires_grad, apply_of, below_autograd, builtin, has_kernel, is_compiling, is_grad_enabled, is_transforming
 
 NAMESPACE = "flexops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -24,7 +25,7 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[Any, Any] = {}
-"""For each op below autograd that stands in for another with the same arguments, that one."""
+"""For each op below autograd that is the forward pass of another with the same arguments, that one."""
 references: dict[Any, Callable[..., Any]] = {}
 """Each op's reference, which is what tests hold native kernels against."""
 
@@ -40,7 +41,9 @@ def define(
     backward: Callable[..., Any] | None = None,
     forward: Any = None,
     plain: bool = False,
-    below_autograd: bool = False,
+    hidden: bool = False,
+    native: bool = True,
+    function: str = "",
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
 ) -> None:
     """Define ``torch.ops.flexops.<name>``.
@@ -51,8 +54,9 @@ def define(
         reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
         check: with the schema's arguments, raises if one is not as the public function says, in its words. It is asked before the reference and the
-            fake kernel (not about float64, in which references are differentiated), and by ``caller`` after native kernels have refused an argument:
-            these check in less time, and a call that is right waits for no Python.
+            fake kernel, and by ``caller`` after native kernels have refused an argument: these check in less time, and a call that is right waits for no
+            Python. That all tensors are dense and on one device needs no check of
+            the op's own.
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
             coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
@@ -60,40 +64,32 @@ def define(
             ``backward`` needs; ``setup_context`` gets all of them.
         plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller`` takes that one where nothing requires a gradient, and
             is spared the guard that keeps the op from coming back to Python, which takes torch as long as a small tensor does.
-        below_autograd: the op is invisible to autograd: its results never require a gradient, and it is not for users.
+        hidden: the op is invisible to autograd: its results never require a gradient, and it is not for users.
+        native: the library has kernels for the op.
+        function: the public function that errors name, if its name is not the op's.
     """
     name = schema.partition("(")[0]
+    refuse = _refusal(f"flexops.{function or name}", _argument_names(schema), check)
     _library.define(schema, tags=tags)
-    _library.impl(name, _loading(family, name, _checked(check, reference)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=_library)
+    _library.impl(name, _checked(refuse, _loading(family, name, reference) if native else reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(refuse, fake), lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     references[op] = reference
-    if below_autograd:
+    if hidden:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    below = functools.partial(_below_autograd, op._op)
+    below: Callable[..., Any] = functools.partial(_below_autograd, builtin(op))
     if plain:
-        define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, below_autograd=True, tags=tags)
-        twin = getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default
-        below, public[twin] = twin._op, op
+        define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, hidden=True, function=function or name, tags=tags)
+        _library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see one op, whether or not there is a gradient
+        below = builtin(getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default)
     if forward is not None:
         public[forward] = op
     apply = below
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, forward, setup_context, backward)
-        apply = super(torch.autograd.Function, _differentiable[op]).apply  # type: ignore[misc]  # less the Python that torch has for functorch's sake
+        apply = apply_of(_differentiable[op])
         _library.impl(name, functools.partial(_autograd, op, apply), "Autograd")
-    _callers[op] = _caller(op, apply, below, check)
-
-
-def _any_requires_grad(*args: Any) -> bool:
-    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-
-
-_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)  # torch's own is half a microsecond faster
-
-
-# Names of this module, because a call looks each of them up.
-_is_compiling, _is_grad_enabled, _is_transforming = torch.compiler.is_compiling, torch.is_grad_enabled, torch._C._are_functorch_transforms_active
+    _callers[op] = _caller(op, apply, below, refuse)
 
 
 def caller(op: Any) -> Callable[..., Any]:
@@ -105,36 +101,35 @@ def caller(op: Any) -> Callable[..., Any]:
     return _callers[op]
 
 
-def _caller(op: Any, apply: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+def _caller(op: Any, apply: Callable[..., Any], plain: Callable[..., Any], refuse: Callable[..., None]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        if _is_compiling() or _is_transforming():
+        if is_compiling() or is_transforming():
             return op(*args)
         try:
-            return apply(*args) if _is_grad_enabled() and _requires_grad(*args) else plain(*args)
+            return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
         except (RuntimeError, TypeError):
-            if check is not None:
-                check(*args)
+            refuse(*args)
             raise
 
     return call
 
 
-def _below_autograd(op: Any, *args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
+def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
+    with below_autograd():
         return op(*args)
 
 
 def _autograd(op: Any, apply: Callable[..., Any], *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``."""
-    if _is_grad_enabled() and _requires_grad(*args):
-        return _differentiable[op].apply(*args) if _is_transforming() else apply(*args)
-    return _below_autograd(op._op, *args)
+    if is_grad_enabled() and any_requires_grad(*args):
+        return _differentiable[op].apply(*args) if is_transforming() else apply(*args)
+    return _below_autograd(builtin(op), *args)
 
 
 def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
     count = len(op._schema.returns)
     shown = 0 if count == 1 else slice(count)
-    native, is_below = (op if below is None else below)._op, below is not None
+    native, is_below = builtin(op if below is None else below), below is not None
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -144,7 +139,7 @@ def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...]
                 results = native(*args)
                 setup_context(ctx, args, results)
                 return results[shown]
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 results = native(*args)
             setup_context(ctx, args, results)
             return results
@@ -153,7 +148,7 @@ def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...]
         def backward(ctx: Any, *gradients: Any) -> Any:
             for gradient in gradients:
                 if gradient is not None:
-                    return refuse_twice(ctx, *gradients) if _is_grad_enabled() else backward(ctx, *gradients)
+                    return refuse_twice(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
             return (None,) * len(ctx.needs_input_grad)
 
     refuse_twice = torch.autograd.function.once_differentiable(backward)
@@ -161,14 +156,52 @@ def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...]
     return Differentiable
 
 
-def _checked(check: Callable[..., None] | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    if check is None:
-        return function
+def _argument_names(schema: str) -> list[str]:
+    return [argument.partition("=")[0].split()[-1] for argument in schema.partition("(")[2].partition(") ->")[0].split(", ") if argument != "*"]
 
+
+def _refusal(function: str, names: list[str], check: Callable[..., None] | None) -> Callable[..., None]:
+    """What raises if the arguments are not what any op takes (see :func:`check_places`), or not as ``check`` wants them."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        check_places(function, dict(zip(names, args, strict=False)) | kwargs)
+        if check is not None:
+            check(*args, **kwargs)
+
+    return refuse
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def check_places(function: str, arguments: dict[str, Any]) -> None:
+    """Raise if a tensor is not dense, or not where the first one is: to the dispatcher, one on ``meta`` is enough to compute nothing."""
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in _tensors(arguments):
+        if tensor.is_quantized or not is_dense(tensor):
+            found = "a quantized one" if tensor.is_quantized else "a nested one" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {found}")
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            raise ValueError(f"{function}: {name} must be on the device of {first[0]}, {first[1]}, got {tensor.device}")
+
+
+def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """With their names; those of a list have numbers."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    yield f"{name}[{index}]", item
+
+
+def _checked(refuse: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if args[0].dtype != torch.float64:
-            check(*args, **kwargs)
+        refuse(*args, **kwargs)
         return function(*args, **kwargs)
 
     return checked
@@ -180,19 +213,9 @@ def _loading(family: str, name: str, reference: Callable[..., Any]) -> Callable[
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        device = next((tensor.device.type for tensor in _tensors((args, kwargs))), "cpu")
-        if loader.ensure(family, device) and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[device]):
+        device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
+        if loader.ensure(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
             return getattr(getattr(torch.ops, NAMESPACE), name)(*args, **kwargs)
         return reference(*args, **kwargs)
 
     return entry
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -57,7 +57,7 @@ def adagrad_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     check_rates("adagrad_", lr, (), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-    lists = [listed(each) for each in (params, grads, sums, state_steps)]
+    lists = listed("adagrad_", params=params, grads=grads, sums=sums, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
     call_lists(torch.ops.flexops.adagrad_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))

@@ -81,7 +81,7 @@ def adam_(
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
-    lists = [listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)]
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
     _call(torch.ops.flexops.adam_, "adam_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
 
 
@@ -116,14 +116,14 @@ def adam_copy_(
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    lists = [listed(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)]
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)
     _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
 
 
 def _call(
     op: Any,
     name: str,
-    lists: list[list[Tensor]],
+    sequences: Sequence[Sequence[Tensor]],
     lr: float | Tensor,
     beta1: float,
     beta2: float,
@@ -135,6 +135,7 @@ def _call(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
+    lists = listed(name, **dict(zip(_LIST_NAMES, sequences, strict=False)))
     check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}

@@ -73,7 +73,16 @@ def adam8bit_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     check_rates("adam8bit_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = [listed(each) for each in (params, grads, exp_avgs, exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, state_steps)]
+    lists = listed(
+        "adam8bit_",
+        params=params,
+        grads=grads,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        exp_avg_scales=exp_avg_scales,
+        exp_avg_sq_scales=exp_avg_sq_scales,
+        state_steps=state_steps,
+    )
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, eps, weight_decay, maximize, decoupled, tensor, grad_scale, found_inf)
     call_lists(torch.ops.flexops.adam8bit_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import caller, define
+from ._register import caller, check_places, define, is_dense
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -83,6 +83,8 @@ def check_arguments(op: str, name: str, values: Tensor, target: Tensor, label_sm
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         found = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"flexops.{op}: target must be an int64 tensor of class numbers, got {found}")
+    if not is_dense(values) or not is_dense(target):
+        check_places(f"flexops.{op}", {name: values, "target": target})
     if values.dim() == 0:
         raise ValueError(f"flexops.{op}: {name} must have at least one dimension, got a scalar")
     if values.device != target.device:
@@ -256,6 +258,7 @@ define(
     _cross_entropy_inplace_fake,
     setup_context=_inplace_setup,
     backward=_inplace_backward,
+    function="cross_entropy",
 )
 define(
     "cross_entropy",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import define
+from ._register import check_places, define, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -61,6 +61,8 @@ def quantize_fp8(
     """
     if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or dtype not in _FP8_DTYPES or scale is not None:
         _check_fp8(x, dtype, scaling, scale)
+    if not is_dense(x):
+        check_places("flexops.quantize_fp8", {"x": x})
     if x.requires_grad:
         x = x.detach()
     if scale is not None:
@@ -115,6 +117,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
         raise _wrong_input("flexops.quantize_int8:", x)
+    if not is_dense(x):
+        check_places("flexops.quantize_int8", {"x": x})
     if x.dim() == 0:
         raise ValueError("flexops.quantize_int8: x must have at least one dimension, got a scalar")
     result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_int8.default(x.detach() if x.requires_grad else x)
@@ -164,6 +168,7 @@ def _check_fp8(x: Tensor, dtype: torch.dtype, scaling: str, scale: Tensor | None
         raise ValueError(f"{where} x must have at least one dimension, got a scalar")
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"{where} scale must be a float32 tensor, got {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}")
+    check_places(where[:-1], {"x": x, "scale": scale})
     if scale.numel() != 1:
         raise ValueError(f"{where} scale must be one number, got shape {list(scale.shape)}")
     if scale.device != x.device:
@@ -182,6 +187,8 @@ def _check_dequantize(where: str, values: Tensor, scales: Tensor, dtype: torch.d
     """What the scales are for: a group size, _PER_ROW or _PER_TENSOR."""
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
         raise TypeError(f"{where} scales must be a float32 tensor, got {scales.dtype if isinstance(scales, Tensor) else type(scales).__name__}")
+    if not is_dense(values) or not is_dense(scales):
+        check_places(where[:-1], {"values": values, "scales": scales})
     if dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype}")
     if scales.device != values.device:

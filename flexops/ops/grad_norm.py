@@ -32,7 +32,7 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude), got {norm_type}")
-    tensors = listed(grads)
+    (tensors,) = listed("grad_norm", grads=grads)
     if not tensors:
         return torch.zeros(())
     norm: Tensor = call_lists(torch.ops.flexops.grad_norm.default, (tensors, norm_type), [], lambda: _check("grad_norm", tensors))
@@ -51,7 +51,7 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: an entry is on another device.
     """
-    tensors = listed(grads)
+    (tensors,) = listed("clip_grads_", grads=grads)
     if tensors:
         args = (tensors, total_norm, float(max_norm))
         call_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))

@@ -72,7 +72,7 @@ def lamb_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = [listed(each) for each in (params, grads, exp_avgs, exp_avg_sqs, state_steps)]
+    lists = listed("lamb_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf)
     scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._register import caller, define, references
+from ._register import caller, check_places, define, is_dense, references
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -72,6 +72,8 @@ def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
         if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}")
+        if not is_dense(tensor):
+            check_places(where[:-1], {name: tensor})
         if tensor.device != x.device:
             raise ValueError(f"{where} {name} must be on x's device, {x.device}, got {tensor.device}")
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
@@ -232,11 +234,13 @@ define(
     _fake,
     setup_context=_setup,
     backward=_backward,
+    native=False,
 )
 define(
     "cross_entropy",
     f"linear_cross_entropy_backward(Tensor grad, {_INPUTS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
     _backward_reference,
     _backward_fake,
+    native=False,
 )
 _FORWARD = caller(torch.ops.flexops.linear_cross_entropy.default)

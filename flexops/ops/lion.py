@@ -57,7 +57,7 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
-    lists = [listed(each) for each in (params, grads, exp_avgs)]
+    lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, weight_decay, maximize, tensor, grad_scale, found_inf)
     call_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))

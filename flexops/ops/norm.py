@@ -131,12 +131,11 @@ def _is_parameter(parameter: Tensor, x: Tensor) -> bool:
         and parameter.dtype in _DTYPES
         and parameter.dim() == 1
         and parameter.shape[0] == x.shape[-1]
-        and parameter.device == x.device
     )
 
 
 def _is_residual(residual: Any, x: Tensor) -> bool:
-    return isinstance(residual, Tensor) and residual.dtype in _DTYPES and residual.shape == x.shape and residual.device == x.device
+    return isinstance(residual, Tensor) and residual.dtype in _DTYPES and residual.shape == x.shape
 
 
 def _refuse_x(name: str, x: Any) -> None:
@@ -153,9 +152,7 @@ def _refuse(name: str, argument: str, tensor: Any, x: Tensor, shape: torch.Size)
     if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
         found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{where} must be a float32, float16 or bfloat16 tensor, got {found}")
-    if tensor.shape != shape:
-        raise ValueError(f"{where} must have shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
-    raise ValueError(f"{where} must be on x's device, {x.device}, got {tensor.device}")
+    raise ValueError(f"{where} must have shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
 
 
 # ---- references: float32 inside, float64 for float64 -----------------------------------------------------------------------------------------
@@ -292,7 +289,7 @@ def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
 
 def _define(name: str, arguments: str, count: int, reference: Any, fake: Any, check: Any, setup_context: Any, backward: Any) -> None:
     """``name``, whose first ``count`` results are for everybody, and ``<name>_forward``, which has the rows' statistics behind these."""
-    define("norm", f"{name}_forward({arguments}) -> ({', '.join(['Tensor'] * (count + 1))})", reference, fake, check=check, below_autograd=True)
+    define("norm", f"{name}_forward({arguments}) -> ({', '.join(['Tensor'] * (count + 1))})", reference, fake, check=check, hidden=True, function=name)
     shown = operator.itemgetter(0 if count == 1 else slice(count))
     define(
         "norm",

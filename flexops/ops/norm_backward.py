@@ -102,14 +102,14 @@ define(
     f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
     _layer_norm_backward_reference,
     _layer_norm_backward_fake,
-    below_autograd=True,
+    hidden=True,
 )
 define(
     "norm_backward",
     f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor, Tensor)",
     _rms_norm_backward_reference,
     _rms_norm_backward_fake,
-    below_autograd=True,
+    hidden=True,
 )
 # What the ops call: a Python frame less.
 LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD = torch.ops.flexops.layer_norm_backward.default._op, torch.ops.flexops.rms_norm_backward.default._op

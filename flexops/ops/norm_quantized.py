@@ -103,5 +103,6 @@ define(
     _add_rms_norm_quantized_reference,
     _add_rms_norm_quantized_fake,
     check=_check,
+    function="rms_norm_quantized",
 )
 _RMS_NORM, _ADD_RMS_NORM = caller(torch.ops.flexops.rms_norm_quantized.default), caller(torch.ops.flexops.add_rms_norm_quantized.default)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import define
+from ._register import check_places, define, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -155,6 +155,8 @@ def _check_input(x: Tensor, bits: int, dim: int) -> None:
     if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
+    if not is_dense(x):
+        check_places(where[:-1], {"x": x})
     _check_numbers(where, "x", x.dim(), bits, dim)
 
 
@@ -174,6 +176,11 @@ def _check_group_size(where: str, group_size: int) -> None:
 
 def _check_dequantize(packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int, dtype: torch.dtype) -> None:
     where = "flexops.dequantize:"
+    for name, tensor in (("packed", packed), ("scales", scales)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where} {name} must be a tensor, got {type(tensor).__name__}")
+        if not is_dense(tensor):
+            check_places(where[:-1], {name: tensor})
     if packed.dtype != torch.uint8:
         raise TypeError(f"{where} packed must be uint8, got {packed.dtype}")
     if scales.dtype not in _FLOAT_DTYPES:

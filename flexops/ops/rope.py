@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import caller, define
+from ._register import caller, check_places, define
+from ._torch import below_autograd
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,7 +79,7 @@ def rotary_embedding(
 def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
     wanted = [x for x in (query, key) if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     if not wanted:
-        with torch._C._AutoDispatchBelowAutograd() if not torch.compiler.is_compiling() else torch.no_grad():
+        with below_autograd() if not torch.compiler.is_compiling() else torch.no_grad():
             _rotate_(query, key, cos, sin, positions, interleaved, False)
     elif torch.compiler.is_compiling():  # the compiler makes it in place, or better
         for x, result in zip((query, key), _rotate(query, key, cos, sin, positions, interleaved, False), strict=True):
@@ -93,7 +94,7 @@ def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor
 class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             _rotate_(x, None, cos, sin, positions, interleaved, False)
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin, positions)
@@ -121,6 +122,7 @@ def _check_float(name: str, value: Any) -> None:
 
 
 def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: bool) -> None:
+    check_places("flexops.rotary_embedding", {"query": query, "key": key, "cos": cos, "sin": sin, "positions": positions})
     _check_float("query", query)
     _check_float("cos", cos)
     shape, table = query.shape, cos.shape
@@ -268,6 +270,7 @@ define(
     "rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> ()",
     _reference_in_place,
     _fake_in_place,
+    function="rotary_embedding",
 )
 
 _rotate = torch.ops.flexops.rotary_embedding.default

@@ -95,8 +95,6 @@ def _check_masked(x: Tensor, mask: Tensor | None, _scale: float) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}")
-    if mask.device != x.device:
-        raise ValueError(f"{where} mask must be on x's device, {x.device}, got {mask.device}")
     shape, target = mask.shape, x.shape
     if shape == target:
         return

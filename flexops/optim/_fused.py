@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from ..ops._multi_tensor import split_lr
+from ..ops._torch import below_autograd, builtin, not_compiled
 
 _NONE = type(None)
 PLAIN_TYPES = {torch.nn.Parameter, Tensor}
@@ -100,7 +100,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._step_groups()
         return loss
 
-    @_disable_dynamo  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
+    @not_compiled  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
     def _step_groups(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         stored = _Stored(self.state)
@@ -235,8 +235,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
 def run(op: Any, *args: Any, **numbers: Any) -> Any:
     """``op(*args, **numbers)``, less autograd's look at every tensor: ``step`` records nothing."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return op._op(*args, **numbers)
+    with below_autograd():
+        return builtin(op)(*args, **numbers)
 
 
 def full_state(param: Tensor, value: float = 0.0) -> Tensor:

@@ -585,6 +585,33 @@ class Contract:
                 with pytest.raises(TypeError, match=rf"^flexops\.[\w.]+: {re.escape(name)}\b.* must"):
                     case.call(*args[:position], wrong, *args[position + 1 :])
 
+    def test_refuses_tensors_elsewhere_by_name(self, case: Case, device: str) -> None:
+        """Each by itself: a kernel would take the address of what is not there, and a fake kernel would compute nothing."""
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        positions = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+        for position in positions if len(positions) > 1 else ():
+            for elsewhere in other_devices(device):
+                wrong = [arg.to(elsewhere) if i == position else arg for i, arg in enumerate(args)]
+                with pytest.raises(ValueError, match=r"must be on .*device.*, got ") as caught:
+                    case.call(*wrong)
+                assert re.search(rf"\b{_name(case, position)}\b" if case.names else r"\w+\[0\]", str(caught.value)), (elsewhere, str(caught.value))
+        for op, args, kwargs in recorded(case, device):  # backward ones, too
+            for position in [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]:
+                for elsewhere in other_devices(device) if len(tensors_of(args)) > 1 else ():
+                    wrong = [arg.detach().to(elsewhere) if i == position else arg for i, arg in enumerate(args)]
+                    with pytest.raises((ValueError, RuntimeError), match=r"must be on .*device"), torch.no_grad():
+                        op(*wrong, **kwargs)
+
+    @pytest.mark.filterwarnings("ignore")  # that such layouts are experimental
+    def test_refuses_what_is_not_dense_by_name(self, case: Case, device: str) -> None:
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        for position, arg in enumerate(args):
+            for wrong in _not_dense(arg) if isinstance(arg, Tensor) and arg.dim() else ():
+                with pytest.raises(TypeError, match=" must be ") as caught:
+                    case.call(*args[:position], wrong, *args[position + 1 :])
+                text = str(caught.value)
+                assert re.match(rf"flexops\.\w+: {_name(case, position)} must be " if case.names else r"flexops::\w+: \w+\[0\] must be ", text), text
+
     def test_refuses_wrong_calls_by_name(self, case: Case) -> None:
         for call, error, message in case.refusals:
             with pytest.raises(error, match=message):
@@ -654,6 +681,23 @@ class Contract:
             for actual, expected in zip([*whole.outputs, *whole.gradients], [*alone.outputs, *alone.gradients], strict=True):
                 if _has_rows(actual, rows):
                     assert_near(Result((actual[part],), ()), Result((expected,), ()), what=f"{case.huge} {part}")
+
+
+def other_devices(device: str) -> list[str]:
+    others = ["meta"] if device == "cpu" else ["meta", "cpu", *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
+    return others + (["cuda"] if device == "cpu" and torch.cuda.is_available() else [])
+
+
+def _not_dense(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor in the ways to hold one that torch has beside the usual."""
+    yield tensor.to_sparse()
+    if tensor.dim() == 2:
+        yield tensor.to_sparse_csr()
+    yield torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
+    if tensor.dtype == torch.float32 and tensor.is_cpu:
+        yield torch.nested.nested_tensor([tensor, tensor])
+        yield torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+        yield tensor.to_mkldnn()
 
 
 def run_in_place(case: Case, args: Args, given: list[Tensor]) -> Result:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from contract import other_devices
 from torch import Tensor
 
 from flexops import optim
@@ -351,12 +352,20 @@ class StepContract:
                 self.call(lists)
             assert position == 0 or f" {name} must hold" in str(caught.value)
 
-    def test_a_tensor_on_another_device_is_named(self) -> None:
-        for position, name in enumerate(self.step.lists):
-            lists = self.lists("cpu")
-            lists[position][1] = lists[position][1].to("meta")
-            with pytest.raises(ValueError, match=rf"{name}\[1\] must be on the device of params\[0\], cpu, got meta"):
-                self.on_reference(lists)
+    @ON_BOTH
+    def test_a_tensor_on_another_device_is_named(self, device: str) -> None:
+        for elsewhere in other_devices(device):
+            for call in (self.call, self.on_reference):
+                for position, name in enumerate(self.step.lists):
+                    lists = self.lists(device)
+                    before = lists[0][0].clone()
+                    lists[position][1] = lists[position][1].to(elsewhere)
+                    with pytest.raises(ValueError, match=rf"{name}\[1\] must be on the device of params\[0\], {device}\S*, got {elsewhere}"):
+                        call(lists)
+                    assert torch.equal(lists[0][0], before)
+            for name in ("grad_scale", "found_inf"):
+                with pytest.raises(ValueError, match=rf"{name} must be on the device of params, {device}\S*, got {elsewhere}"):
+                    self.call(self.lists(device), **{name: torch.ones((), device=elsewhere)})
 
     def test_wrong_numbers_are_named(self) -> None:
         wrong = [(name, value) for name in self.step.bad_numbers for value in (-1.0, float("nan"))]

@@ -114,8 +114,8 @@ class TestContract(Contract):
     cases = (
         Case("cross entropy", "cross_entropy", ours(), logits_and_target, torchs(), names=("logits", "target"), empty=(), refusals=wrong_calls(), **LOGITS),
         Case("cross entropy, smoothed, z-loss", "cross_entropy", ours(label_smoothing=0.1, z_loss=1e-2), logits_and_target,
-             torchs(label_smoothing=0.1, z_loss=1e-2), names=("logits",), empty=(), **LOGITS),
-        Case("cross entropy of each row", "cross_entropy", ours(reduction="none"), logits_and_target, torchs(reduction="none"), names=("logits",),
+             torchs(label_smoothing=0.1, z_loss=1e-2), names=("logits", "target"), empty=(), **LOGITS),
+        Case("cross entropy of each row", "cross_entropy", ours(reduction="none"), logits_and_target, torchs(reduction="none"), names=("logits", "target"),
              huge=(2**14 + 5, 2**17 + 8), **LOGITS),
         Case("linear cross entropy of each row", "cross_entropy", layer(reduction="none", chunk_size=2), layer_inputs, plain_layer(reduction="none"),
              **LAYER),
@@ -129,7 +129,7 @@ class TestMadeInTheForwardPass(Contract):
     test_gradcheck = None
     test_gradients_of_any_strides = None
     cases = (
-        Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits",), empty=(),
+        Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits", "target"), empty=(),
              broadcasts=False, **LOGITS),
         Case("linear cross entropy", "cross_entropy", layer(chunk_size=40), layer_inputs, plain_layer(), empty=(), refusals=wrong_layers(),
              slack=(2.0, 1.1), **LAYER),  # 16-bit gradients are rounded once more: when they are multiplied by the loss's own

@@ -86,7 +86,7 @@ def refusals(name: str, call: Any) -> tuple[Refusal, ...]:
         Refusal(lambda: call(torch.ones(65537)), ValueError, rf"flexops.{name}: x's last dimension"),
         Refusal(lambda: call(X, weight=torch.ones(5)), ValueError, rf"flexops.{name}: weight must have shape \(4,\)"),
         Refusal(lambda: call(X, weight=torch.ones(1, 4)), ValueError, rf"flexops.{name}: weight must have shape"),
-        Refusal(lambda: call(X, weight=torch.ones(4, device="meta")), ValueError, rf"flexops.{name}: weight must be on x's device"),
+        Refusal(lambda: call(X, weight=torch.ones(4, device="meta")), ValueError, rf"flexops.{name}: weight must be on the device of x"),
         Refusal(lambda: call(X, eps=-1.0), ValueError, rf"flexops.{name}: eps must be at least 0"),
         Refusal(lambda: call(X, eps=None), TypeError, rf"flexops.{name}: eps must be a number"),
         Refusal(lambda: call(X, eps=float("nan")), ValueError, rf"flexops.{name}: eps must be at least 0"),
@@ -158,7 +158,7 @@ class TestContract(Contract):
             huge=(2**18 + 3, 2**13),
             refusals=(
                 *refusals("add_rms_norm", lambda x, **keywords: flexops.add_rms_norm(x, x, **keywords)),
-                Refusal(lambda: flexops.add_rms_norm(X, X.to("meta")), ValueError, r"flexops.add_rms_norm: residual must be on x's device"),
+                Refusal(lambda: flexops.add_rms_norm(X, X.to("meta")), ValueError, r"flexops.add_rms_norm: residual must be on the device of x"),
             ),
         ),
         Case(
@@ -411,7 +411,7 @@ def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
     with Recorder() as recorder:
         results = tensors_of(getattr(flexops, name)(*arguments, 1e-5))
     op, plain, forward = (getattr(torch.ops.flexops, name + way).default for way in ("", "_plain", "_forward"))
-    assert {call[0] for call in recorder.calls} == {op, forward if gradient else plain}
+    assert {call[0] for call in recorder.calls} == ({op, forward} if gradient else {op})
     for_users = tensors_of(op(*arguments, 1e-5))
     leaves = [argument.detach() for argument in arguments]
     for one, *others in zip(results, for_users, tensors_of(plain(*leaves, 1e-5)), tensors_of(forward(*leaves, 1e-5))[:-1], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
 
@@ -100,9 +102,86 @@ def messages() -> dict[str, str]:
 
 def test_references_refuse_in_the_same_words(tmp_path: Path) -> None:
     """Where there is no native library."""
-    code = "import json, flexops, test_register; print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))"
+    code = """
+import json, torch, flexops, test_register
+flexops.swiglu(torch.ones(2))
+print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
+"""
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
     process = subprocess.run([sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     found, backends = json.loads(process.stdout)
     assert set(backends) == {"reference", "unasked"}
     assert found == messages()
+
+
+FUNCTIONS = sorted(name for name, module in flexops._PUBLIC.items() if module.startswith("ops."))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "QuantizedTensor"])
+def test_nothing_in_place_of_a_tensor_is_refused_by_name(name: str) -> None:
+    function = getattr(flexops, name)
+    first, *rest = (parameter for parameter in inspect.signature(function).parameters.values() if parameter.default is parameter.empty)
+    others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1}
+    with pytest.raises(TypeError, match=rf"^flexops(\.|::){name}: {first.name} must be an? .*, got NoneType"):
+        function(None, **{parameter.name: others.get(parameter.name, torch.ones(3)) for parameter in rest})
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators of flexops that a dispatch mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flexops":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_a_dispatch_mode_sees_what_was_called(name: str, x: Tensor) -> None:
+    args = (x, x.clone()) if name.startswith("add") else (x,)
+    expected = getattr(flexops, name)(*args)
+    with Seen() as seen:
+        torch.testing.assert_close(getattr(flexops, name)(*args), expected, rtol=0, atol=0)
+    assert seen.names == [f"flexops::{name}"]
+    with Seen() as seen:
+        getattr(flexops, name)(x.requires_grad_(), *args[1:])
+    assert f"flexops::{name}" in seen.names or f"flexops::{name}_forward" in seen.names
+
+
+def test_without_what_torch_keeps_private() -> None:
+    """Of each thing in ``_torch.py`` what stands in for it."""
+    code = """
+import importlib.util, sys, torch, torch._compile
+private = "_AutoDispatchBelowAutograd", "_any_requires_grad", "_are_functorch_transforms_active", "_dispatch_has_kernel_for_dispatch_key"
+kept = {name: vars(torch._C).pop(name) for name in private}
+disable = vars(torch._compile).pop("_disable_dynamo")
+spec = importlib.util.spec_from_file_location("flexops.ops._torch", PATH)
+sys.modules[spec.name] = _torch = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_torch)
+vars(torch._C).update(kept)
+torch._compile._disable_dynamo = disable
+import flexops.optim
+assert not [name for name in vars(_torch).values() if name in kept.values()] and _torch.not_compiled is torch.compiler.disable
+
+x, weight = torch.randn(3, 8, requires_grad=True), torch.nn.Parameter(torch.rand(8))
+for ours, theirs in (
+    (lambda: flexops.rms_norm(x, weight), lambda: torch.nn.functional.rms_norm(x, [8], weight, 1e-6)),
+    (lambda: flexops.scaled_masked_softmax(x), lambda: x.softmax(-1)),
+    (lambda: flexops.linear_cross_entropy(x, torch.eye(8), torch.arange(3)), lambda: torch.nn.functional.cross_entropy(x, torch.arange(3))),
+):
+    results = [(result, *torch.autograd.grad(result.square().sum(), x)) for result in (ours(), theirs())]
+    torch.testing.assert_close(*results)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(), theirs())
+params = [torch.nn.Parameter(weight.detach().clone()) for _ in range(2)]
+for param, kind in zip(params, (flexops.optim.AdamW, torch.optim.AdamW)):
+    param.grad = torch.ones(8)
+    kind([param]).step()
+torch.testing.assert_close(*params)
+assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit", "cache", "aot")}, flexops.status()
+"""
+    path = Path(flexops.__file__).parent / "ops/_torch.py"
+    subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=300)

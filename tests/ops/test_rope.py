@@ -65,7 +65,8 @@ def plain(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions
 
 
 def in_place(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return flexops.rotary_embedding(query * 1, key * 1, cos, sin, inplace=True)
+    query, key = (x.clone() if isinstance(x, Tensor) else x for x in (query, key))
+    return flexops.rotary_embedding(query, key, cos, sin, inplace=True)
 
 
 Q, TABLE = torch.zeros(2, 3, 4, 8), torch.zeros(4, 4)
@@ -98,7 +99,7 @@ REFUSALS = (
 
 
 def case(name: str, call: Callable[..., Any], inputs: Callable[..., Any], oracle: Callable[..., Any], **more: Any) -> Case:
-    options: dict[str, Any] = {"names": ("query", "key", "cos", "sin"), "differentiable": (0, 1), "shapes": SHAPES,
+    options: dict[str, Any] = {"names": ("query", "key", "cos", "sin", "positions"), "differentiable": (0, 1), "shapes": SHAPES,
                                "empty": ((0, 2, 3, 4), (2, 2, 0, 4), (2, 0, 3, 4))} | more  # fmt: skip
     return Case(name, "rope", call, inputs, oracle, **options)
 

@@ -64,7 +64,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
         with_mask(torch.zeros(3), ValueError, r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(3,\)"),
         with_mask(torch.zeros(1, 2, 3, 4), ValueError, r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(1, 2, 3, 4\)"),
         with_mask(torch.zeros(4, dtype=torch.uint8), TypeError, "mask must be a bool, float32, .* got torch.uint8"),
-        with_mask(torch.zeros(4, device="meta"), ValueError, "mask must be on x's device, cpu, got meta"),
+        with_mask(torch.zeros(4, device="meta"), ValueError, "mask must be on the device of x, cpu, got meta"),
         Refusal(lambda: flexops.scaled_masked_softmax(torch.zeros(())), ValueError, "x must have at least one dimension"),
         Refusal(lambda: flexops.causal_softmax(torch.zeros(3)), ValueError, "x must have at least two dimensions, queries and keys, got shape"),
     )

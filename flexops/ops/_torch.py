@@ -1,0 +1,51 @@
+"""What flexops takes of torch that torch does not promise to keep: all of it, each with what does without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # public, but a call looks each of them up: here that costs less
+
+
+def _guard_by_keys() -> AbstractContextManager[None]:
+    guard: AbstractContextManager[None] = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality))
+    return guard
+
+
+below_autograd: Callable[[], AbstractContextManager[None]] = getattr(_C, "_AutoDispatchBelowAutograd", _guard_by_keys)
+"""Inside, the dispatcher passes autograd over."""
+
+not_compiled: Callable[..., Any] = getattr(getattr(torch, "_compile", None), "_disable_dynamo", torch.compiler.disable)
+"""Decorates what ``torch.compile`` leaves as it is; unlike the public one, without importing the compiler."""
+
+
+def _any_requires_grad(*args: Any) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _any_requires_grad)  # torch's own is half a microsecond faster
+
+is_transforming: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: True)
+"""Whether inside of a transform of ``torch.func``; where that cannot be asked, every call takes the way of such a one, which is right, and slower."""
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, less the Python that torch has for functorch's sake."""
+    found: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+    return found
+
+
+def builtin(op: Any) -> Callable[..., Any]:
+    """What calls an op with less Python than the op itself."""
+    found: Callable[..., Any] = getattr(op, "_op", op)
+    return found
+
+
+has_kernel: Callable[[str, str], bool] = getattr(_C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True)
+"""Whether an op, named with its namespace, has a kernel of its own for a dispatch key: a library that was loaded has one for each of its ops."""
