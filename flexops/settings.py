@@ -35,6 +35,10 @@ class Settings:
             else ``~/.cache/flexops``.
         cache_max_bytes: ``FLEXOPS_CACHE_MAX_SIZE`` (bytes, or with K, M, G, T), default 5G.
         cache_shared: ``FLEXOPS_CACHE_SHARED``: 1 trusts a cache directory that belongs to someone else (a team's shared directory).
+        cache_signing_key: ``FLEXOPS_CACHE_SIGNING_KEY``: an SSH key that signs what is put into the cache.
+        cache_trusted_keys: ``FLEXOPS_CACHE_TRUSTED_KEYS``: an ``allowed_signers`` file; nothing that these keys have not signed is opened.
+        cache_copies: where verified copies of a shared cache's signed entries are kept: ``XDG_CACHE_HOME/flexops-verified``, else
+            ``~/.cache/flexops-verified``; None without ``cache_trusted_keys``.
         fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native kernel? allow, warn (default) or forbid.
         jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
         log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
@@ -81,6 +85,9 @@ class Settings:
     cuda_device_order: str = "FASTEST_FIRST"
     aot_devices: tuple[AotDevice, ...] = ()
     pch: Precompile = "auto"
+    cache_signing_key: Path | None = None
+    cache_trusted_keys: Path | None = None
+    cache_copies: Path | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -111,6 +118,9 @@ class Settings:
             cuda_device_order=get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
             aot_devices=_devices(get("FLEXOPS_AOT_DEVICES", "")),
             pch=cast(Precompile, _choice(environ, "FLEXOPS_PCH", "auto", get_args(Precompile))),
+            cache_signing_key=_path(get("FLEXOPS_CACHE_SIGNING_KEY")),
+            cache_trusted_keys=_path(get("FLEXOPS_CACHE_TRUSTED_KEYS")),
+            cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
         )
 
 
@@ -127,6 +137,11 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
         return Path(extensions).expanduser().absolute() / "flexops"
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser().absolute() if base else Path.home() / ".cache") / "flexops"
+
+
+def _copies_dir(environ: Mapping[str, str]) -> Path:
+    """Beside the cache that this user would have, had none been named: that one may be others' too."""
+    return _cache_dir({"XDG_CACHE_HOME": environ.get("XDG_CACHE_HOME", "")}).with_name("flexops-verified")
 
 
 def _devices(text: str) -> tuple[AotDevice, ...]:

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flexops.compute_capability import parse_arch_list
+from flexops.op_builder import cache_key
+from flexops.op_builder.cache import BuildCache, Entry
+from flexops.op_builder.manifest import Manifest, file_crc32
 from flexops.op_builder.plan import BuildPlan, Step, plan_op
 from flexops.op_builder.spec import OpSpec
 from flexops.toolchain.model import CudaToolkit, HostCompiler, Tool, Toolchain, TorchBuild, Version
@@ -92,6 +95,21 @@ def tiny_plan(folder: Path, *, name: str = "tiny-cpu", compiler: str = "g++", so
         ninja=ninja_path(),
     )
     return plan._replace(**changes)
+
+
+def made_up_entry(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "") -> Entry:
+    """Publish a made-up library for a ``tiny_plan``, as a build that reached its header would."""
+    headers = {"<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))}
+    base = cache_key.base_key(plan, cache_key.source_digests(plan))
+    with cache.workspace() as workspace:
+        built = workspace / plan.name
+        built.mkdir()
+        (built / plan.library).write_bytes(content)
+        manifest = Manifest(
+            name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
+            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi,
+        )  # fmt: skip
+        return cache.publish(built, manifest, headers)
 
 
 def answer(library: Path) -> int:

@@ -3,16 +3,17 @@
     <root>/<name>/<key>/{<library>, manifest.json, build.ninja, build.log}     an entry; never changed once it is there
     <root>/<name>/<base>.headers.json                                         which headers the last build under this base key reached
     <root>/.tmp/<random>/                                                     a build in progress; renamed into place when it is whole
-    <root>/.quarantine/                                                       entries found damaged
+    <root>/.quarantine/                                                       entries found damaged, or not ours
     <root>/.locks/                                                            flock files: they only save duplicate work
 
 There is no "does it exist": look-ups return the entry or None, because check-then-read is a race. A look-up writes nothing; what was used least
-recently is told from the file times that the kernel keeps.
+recently is told from the file times that the kernel keeps. Whose entries are believed is told in docs/security.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -20,14 +21,19 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import _json, trust
 from ..errors import CacheError
 from . import cache_key, lock
 from .cache_key import Digests
-from .manifest import FILE_NAME, Manifest, Refusal, verify
+from .entry import Demands as Demands
+from .entry import Entry as Entry
+from .entry import read_entry as read_entry
+from .entry import read_manifest as read_manifest
+from .manifest import FILE_NAME, Manifest, Refusal
 
 if TYPE_CHECKING:
     from .plan import BuildPlan
@@ -35,47 +41,8 @@ if TYPE_CHECKING:
 OWNER_LOCK = "owner.lock"
 _STARTING_SECONDS = 60.0
 _ABANDONED_SECONDS = 86400.0
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One artifact in the cache, or in an ahead-of-time directory of the same form."""
-
-    directory: Path
-    manifest: Manifest
-
-    @property
-    def library(self) -> Path:
-        return self.directory / self.manifest.library
-
-    @property
-    def last_used(self) -> float:
-        """Seconds since the epoch, as the file system tells it (to the day, where it is mounted with relatime); 0 if the entry is gone.
-
-        Of the library: manifests are also read by those who only look around.
-        """
-        try:
-            status = self.library.stat()
-        except OSError:  # another process removed it
-            return 0.0
-        return max(status.st_atime, status.st_mtime)
-
-    @property
-    def made(self) -> float:
-        """Seconds since the epoch; 0 if the entry is gone."""
-        try:
-            return (self.directory / FILE_NAME).stat().st_mtime
-        except OSError:
-            return 0.0
-
-    @property
-    def size(self) -> int:
-        """Bytes of all its files; 0 if the entry is gone."""
-        try:
-            with os.scandir(self.directory) as files:
-                return sum(file.stat(follow_symlinks=False).st_size for file in files)
-        except OSError:
-            return 0
+_CHUNK = 1 << 20
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -91,12 +58,32 @@ class CacheInfo:
 
 
 class BuildCache:
-    """A directory of artifacts. Constructing one touches nothing."""
+    """A directory of artifacts. Constructing one touches nothing.
 
-    def __init__(self, root: Path, *, max_bytes: int = 5 * 2**30, shared: bool = False) -> None:
+    Args:
+        shared: others may write to it, and are trusted; otherwise what somebody else could have put there is refused.
+        signing_key: what is published is signed with it.
+        trusted_keys: only what is signed with one of the keys in this ``allowed_signers`` file is opened.
+        copies: where others may write and ``trusted_keys`` vouch, verified copies are kept here and opened instead of what others could still swap.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_bytes: int = 5 * 2**30,
+        shared: bool = False,
+        signing_key: Path | None = None,
+        trusted_keys: Path | None = None,
+        copies: Path | None = None,
+    ) -> None:
         self.root = root
         self.max_bytes = max_bytes
         self.shared = shared
+        self.signing_key = signing_key
+        self.trusted_keys = trusted_keys
+        self._copies = BuildCache(copies, max_bytes=max_bytes, trusted_keys=trusted_keys) if copies and shared and trusted_keys else None
+        self._whole = Demands(own=not shared, sha256=shared)
 
     # ---- looking up ---------------------------------------------------------------------------------------------------------------------
 
@@ -111,68 +98,107 @@ class BuildCache:
     def read(self, name: str, key: str) -> Entry | None:
         """The entry under a key, verified; a damaged one is put aside and counts as absent."""
         directory = self.root / name / key
-        entry, refusal = read_entry(directory)
-        swapped = entry is not None and (entry.manifest.name, entry.manifest.key) != (name, key)
-        if refusal or swapped:
+        entry, refusal = read_entry(directory, self._whole)
+        if refusal or (entry and not _is_filed_right(entry)):
             self._quarantine(directory)
             return None
-        return entry
+        return self.verified(entry)[0] if entry and self.trusted_keys else entry
 
     def candidates(self, name: str) -> Iterator[Entry]:
-        """Every readable entry called ``name``, the most recently made first; their libraries are not verified."""
-        found = [entry for directory in _subdirectories(self.root / name) if (entry := read_manifest(directory))]
-        yield from sorted(found, key=lambda entry: -entry.made)
+        """Every readable entry called ``name``, the most recently made first; ``verified`` says whether one may be opened."""
+        yield from sorted(self._entries(self.root / name), key=lambda entry: -entry.made)
+
+    def verified(self, entry: Entry) -> tuple[Entry | None, Refusal | None]:
+        """What to open for one of ``candidates``, or why not: that entry, or a copy of it that nobody else can reach."""
+        if self._copies is None:
+            refusal = replace(self._whole, trusted_keys=self.trusted_keys).refuse(entry)
+            return (None, refusal) if refusal else (entry, None)
+        known = entry.manifest
+        if problem := self._copies.problem():
+            return None, Refusal(f"verified copies cannot be kept: {problem}", "export XDG_CACHE_HOME=<a directory of your own>")
+        if copy := self._copies.read(known.name, known.key):
+            return copy, None
+        try:
+            copy = self._copies.adopt(entry.directory)
+        except CacheError as error:
+            return None, Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+        return (copy, None) if _is_filed_right(copy) else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))
 
     def problem(self) -> str:
         """Why this directory must not be read from: someone else could have put code there; "" if it is fine or absent."""
         try:
-            status = self.root.stat()
+            if not self.shared:
+                return trust.path_problem(str(self.root))
+            self.root.stat()
         except FileNotFoundError:
-            return ""
+            pass
         except OSError as error:
             return f"{self.root} cannot be looked at: {error.strerror}"
-        if self.shared:
-            return ""
-        if status.st_uid not in (os.geteuid(), 0):
-            return f"{self.root} belongs to user id {status.st_uid}, not to you ({os.geteuid()}) or root"
-        if status.st_mode & stat.S_IWOTH:  # the sticky bit would not help: it lets everybody add entries
-            return f"{self.root} can be written by everybody (mode {stat.filemode(status.st_mode)})"
         return ""
 
     def _current_headers(self, plan: BuildPlan, base: str) -> Digests | None:
         """Digests, as they are now, of the headers that the last build under this base key reached; None if unknown or gone."""
         try:
-            recorded: dict[str, str] = json.loads((self.root / plan.name / f"{base}.headers.json").read_text(encoding="utf-8"))
+            recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
+            if not isinstance(recorded, dict):
+                return None
             return {plan.relocatable(path): cache_key.file_digest(path) for path in places_today(plan, recorded)}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError):
             return None
 
     # ---- adding -------------------------------------------------------------------------------------------------------------------------
 
     def require_writable(self) -> None:
-        """Make the root if need be; raises ``CacheError`` where nothing can be stored."""
+        """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing that is built here would be opened."""
+        if self.trusted_keys and not self.signing_key:
+            raise CacheError(
+                "what would be built here could not be opened: it would not be signed",
+                found=f"FLEXOPS_CACHE_TRUSTED_KEYS={self.trusted_keys}, and nothing in {self.root} that fits and is signed with one of these keys",
+                required="a build by whoever holds such a key, or FLEXOPS_CACHE_SIGNING_KEY", fix="unset FLEXOPS_CACHE_TRUSTED_KEYS   # to build for yourself",
+            )  # fmt: skip
+        self._prepare()
+
+    def _prepare(self) -> None:
         fix = "export FLEXOPS_CACHE_DIR=<a directory of your own>"
         if problem := self.problem():
             raise CacheError("the build cache is not safe to use", found=problem, required="your own directory, or FLEXOPS_CACHE_SHARED=1", fix=fix)
         try:
-            for directory in (self.root, self.root / ".tmp", self.root / ".locks"):
-                directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._make(self.root)
+            for directory in (self.root / ".tmp", self.root / ".locks"):
+                self._make(directory, 0o700)  # or anybody could take a lock, for ever
+                if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:  # made by an older flexops
+                    os.chmod(directory, mode & 0o700)
             with tempfile.TemporaryFile(dir=self.root / ".tmp"):
                 pass
         except OSError as error:
             raise CacheError("the build cache cannot be written", found=f"{self.root}: {error.strerror}", required="a writable directory", fix=fix) from error
 
+    def _make(self, directory: Path, mode: int = 0o755) -> None:
+        """Make a directory that nobody else can write to, whatever the umask; in a shared cache, whoever may write to the root."""
+        if self.shared and directory != self.root:
+            mode = stat.S_IMODE(self.root.stat().st_mode)
+        _make_parents(directory.parent)
+        try:
+            directory.mkdir(mode=mode)
+        except FileExistsError:
+            if not directory.is_dir():
+                raise
+        else:
+            if self.shared:
+                os.chmod(directory, mode)
+
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
         """A private directory on the cache's file system to build in, removed afterwards. What dead processes left is swept first."""
-        self.require_writable()
+        self._prepare()
         self._sweep()
-        path = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))
+        path, owner = Path(tempfile.mkdtemp(dir=self.root / ".tmp")), os.getpid()
         try:
             with lock.held(path / OWNER_LOCK):
                 yield path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            if os.getpid() == owner:  # not in a child forked meanwhile
+                shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
@@ -181,15 +207,24 @@ class BuildCache:
             yield
 
     def publish(self, built: Path, manifest: Manifest, headers: Digests) -> Entry:
-        """Move a finished directory under its key. If another process was first, its entry is the result."""
+        """Move a finished directory under its key. If another process was first, its entry is the result.
+
+        Raises:
+            CacheError: it cannot be stored, or not be signed.
+        """
         try:
+            manifest = replace(manifest, sha256=cache_key.file_digest(built / manifest.library))
             _write_synced(built / FILE_NAME, manifest.to_json())
+            if self.signing_key:
+                from . import signing
+
+                signing.sign(built / FILE_NAME, self.signing_key)
             _sync(built / manifest.library)
         except OSError as error:
             raise _not_stored(built, error) from error
         entry = self._place(built, manifest)
         try:
-            replace_file(entry.directory.parent / f"{manifest.base}.headers.json", json.dumps(headers, indent=1, sort_keys=True))
+            replace_file(self.root / manifest.name / f"{manifest.base}.headers.json", json.dumps(headers, indent=1, sort_keys=True))
         except OSError as error:
             raise _not_stored(entry.directory, error) from error
         return entry
@@ -197,28 +232,55 @@ class BuildCache:
     def _place(self, built: Path, manifest: Manifest) -> Entry:
         """Rename a whole directory to its key, unless a whole entry is there already."""
         final = self.root / manifest.name / manifest.key
-        refused: OSError | None = None
-        for _ in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
+        refused: OSError | Refusal | None = None
+        for attempt in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
             try:
-                final.parent.mkdir(parents=True, exist_ok=True)
+                self._close(built)
+                self._make(final.parent)
                 os.rename(built, final)
             except OSError as error:
                 refused = error
             if entry := self.read(manifest.name, manifest.key):
                 return entry
+            found, _ = read_entry(final, self._whole)
+            if found and (refusal := self.verified(found)[1]):  # whole, but nobody trusted vouches for it
+                refused = refusal
+                if built.exists() and attempt < 2:
+                    self._quarantine(final)
         raise _not_stored(final, refused)
 
+    def _close(self, built: Path) -> None:
+        """Take from others the right to write to what is to be published, whatever the umask; in a shared cache, give them the root's right to read."""
+        root = stat.S_IMODE(self.root.stat().st_mode)
+        for path in (built, *built.iterdir()):
+            status = path.lstat()
+            mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
+            if self.shared and stat.S_ISDIR(status.st_mode):
+                mode = root
+            elif self.shared:
+                mode |= root & (0o555 if mode & stat.S_IXUSR else 0o444)
+            if not stat.S_ISLNK(status.st_mode):
+                os.chmod(path, mode)
+
     def adopt(self, source: Path) -> Entry:
-        """Copy a whole entry from elsewhere (an import, an ahead-of-time directory) into the cache."""
-        entry, refusal = read_entry(source)
-        if entry is None:
-            raise CacheError("this is no intact build", found=refusal.reason if refusal else str(source), fix="build it again")
+        """Copy a whole entry from elsewhere (an import, an ahead-of-time directory) into the cache. Verified is the copy, by its SHA-256.
+
+        Raises:
+            CacheError: it is not whole, not signed by whom it should be, or cannot be stored.
+        """
         with self.workspace() as workspace:
             copy = workspace / "entry"
             try:
-                shutil.copytree(source, copy)
-            except OSError as error:  # shutil.Error is one
+                copy.mkdir(mode=0o700)
+                for path in sorted(source.iterdir()):
+                    if not path.name.startswith("."):
+                        _copy_file(path, copy / path.name, self.max_bytes)
+            except OSError as error:
                 raise _not_stored(copy, error) from error
+            entry, refusal = read_entry(copy, Demands(sha256=True, trusted_keys=self.trusted_keys))
+            if entry is None:
+                reason = refusal.reason.replace(str(copy), str(source)) if refusal else str(source)
+                raise CacheError("this is no intact build", found=reason, fix=(refusal.fix if refusal else "") or "build it again")
             return self._place(copy, entry.manifest)
 
     # ---- keeping house ------------------------------------------------------------------------------------------------------------------
@@ -226,8 +288,12 @@ class BuildCache:
     def entries(self) -> list[Entry]:
         """Every readable entry, the least recently used first."""
         names = [path for path in _subdirectories(self.root) if not path.name.startswith(".")]
-        found = [entry for name in names for directory in _subdirectories(name) if (entry := read_manifest(directory))]
-        return sorted(found, key=lambda entry: entry.last_used)
+        return sorted((entry for name in names for entry in self._entries(name)), key=lambda entry: entry.last_used)
+
+    def _entries(self, directory: Path) -> Iterator[Entry]:
+        for path in _subdirectories(directory):
+            if (entry := read_manifest(path, own=not self.shared)) and _is_filed_right(entry):
+                yield entry
 
     def info(self) -> CacheInfo:
         entries = self.entries()
@@ -266,7 +332,7 @@ class BuildCache:
     def remove(self, directory: Path) -> None:
         """Rename first: a reader either has the whole entry or none."""
         try:
-            (self.root / ".tmp").mkdir(exist_ok=True)
+            self._make(self.root / ".tmp", 0o700)
             aside = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))
             os.rename(directory, aside / "removed")
             shutil.rmtree(aside, ignore_errors=True)
@@ -276,37 +342,26 @@ class BuildCache:
             raise CacheError("a cache entry cannot be removed", found=f"{directory}: {error.strerror}", fix=f"check the owner of {self.root}") from error
 
     def _quarantine(self, directory: Path) -> None:
+        """Put a directory aside; all of its name, if somebody else can change what is called so."""
         with contextlib.suppress(OSError):  # a read-only cache keeps its damage, and each look-up still counts as a miss
-            (self.root / ".quarantine").mkdir(exist_ok=True)
-            os.rename(directory, tempfile.mkdtemp(prefix=f"{directory.parent.name}-", dir=self.root / ".quarantine"))
+            if not self.shared and trust.problem(directory.parent.lstat()):
+                directory = directory.parent
+            self._make(self.root / ".quarantine")
+            aside = tempfile.mkdtemp(prefix=f"{directory.parent.name}-", dir=self.root / ".quarantine")
+            try:
+                os.rename(directory, aside)
+            except PermissionError:  # somebody else's, who alone may move it to another directory
+                os.rmdir(aside)
+                os.rename(directory, tempfile.mkdtemp(prefix=".refused-", dir=directory.parent))
 
     def _sweep(self) -> None:
         """Remove the workspaces of dead processes: a live one holds the lock in its own."""
         for path in _subdirectories(self.root / ".tmp"):
             with contextlib.suppress(OSError):
-                age = time.time() - path.stat().st_mtime
+                age = abs(time.time() - path.stat().st_mtime)  # one of the future is of another clock, and as dead
                 owner = path / OWNER_LOCK
                 if age > _ABANDONED_SECONDS or (age > _STARTING_SECONDS and owner.exists() and not lock.is_held(owner)):
                     shutil.rmtree(path, ignore_errors=True)
-
-
-def read_manifest(directory: Path) -> Entry | None:
-    """The entry in a directory by its manifest alone; None if there is no readable one."""
-    try:
-        return Entry(directory, Manifest.from_json((directory / FILE_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def read_entry(directory: Path) -> tuple[Entry | None, Refusal | None]:
-    """The verified entry in a directory; (None, None) if there is none, (None, why) if there is a damaged one."""
-    if not os.path.isdir(directory):
-        return None, None
-    entry = read_manifest(directory)
-    if entry is None:
-        return None, Refusal(f"{directory / FILE_NAME} is missing or damaged", "flexops cache clear")
-    refusal = verify(directory, entry.manifest)
-    return (None, refusal) if refusal else (entry, None)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -333,6 +388,11 @@ def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
     return paths
 
 
+def _is_filed_right(entry: Entry) -> bool:
+    """Whether an entry is where its manifest says: another's whole entry in its place is not what was asked for."""
+    return (entry.manifest.name, entry.manifest.key) == (entry.directory.parent.name, entry.directory.name)
+
+
 def _subdirectories(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as scan:
@@ -341,9 +401,29 @@ def _subdirectories(path: Path) -> list[Path]:
         return []
 
 
-def _not_stored(where: Path, error: OSError | None) -> CacheError:
-    found = f"{where}: {error.strerror or error}" if error else str(where)
-    return CacheError("the finished build could not be stored", found=found, fix="free some space, or set FLEXOPS_CACHE_DIR")
+def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
+    fix = "free some space, or set FLEXOPS_CACHE_DIR"
+    if isinstance(why, Refusal):
+        return CacheError("the finished build could not be stored", found=why.reason, fix=why.fix or fix)
+    return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
+
+
+def _make_parents(directory: Path) -> None:
+    """``mkdir -p``, but what is made nobody else may write to, whatever the umask."""
+    if not directory.is_dir():
+        _make_parents(directory.parent)
+        directory.mkdir(mode=0o755, exist_ok=True)
+
+
+def _copy_file(source: Path, target: Path, limit: int) -> None:
+    """Copy a plain file of at most so many bytes, and whether it can be executed; a link or device raises ``OSError``."""
+    with open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as reader, open(target, "xb") as writer:
+        status = os.fstat(reader.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+            raise OSError(errno.EINVAL, "not a plain file, or larger than the cache may be", str(source))
+        for _ in range(0, status.st_size, _CHUNK):
+            writer.write(reader.read(_CHUNK))
+        os.fchmod(writer.fileno(), 0o755 if status.st_mode & stat.S_IXUSR else 0o644)
 
 
 def _write_synced(path: Path, text: str) -> None:

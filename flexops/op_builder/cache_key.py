@@ -6,8 +6,10 @@ compilers, torch's ABI and the sources. Under it, the last build left the list o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +27,13 @@ Digests = dict[str, str]
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 of a file's content, in hex."""
+    """sha256 of a file's content, in hex; ``OSError`` for a device or pipe, whose content need never end."""
     digest = hashlib.sha256()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a start digests a dozen small files: a stream for each would take longer than reading it
+    # A start digests a dozen small files: a stream for each would take longer than reading it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
         while chunk := os.read(descriptor, 1 << 16):
             digest.update(chunk)
     finally:

@@ -87,10 +87,12 @@ def _unhurried(step: Step) -> Step:
 def _header(
     request: Request, plan: BuildPlan, tools: Toolchain, python: PythonBuild, cache: BuildCache, chosen: Settings
 ) -> pch.PrecompiledHeader | None:
-    """The precompiled header that this build could use, be it there or not."""
-    if chosen.pch == "0" or not _users(plan, request) or tools.host is None or tools.torch is None or pch.shadowed(request.include_dirs):
+    """The precompiled header that this build could use, be it there or not. Nobody signs one."""
+    if chosen.pch == "0" or chosen.cache_trusted_keys or tools.host is None or tools.torch is None:
         return None
-    return pch.describe(cache.root, precompilable_flags(request, tools, python), tools.host, tools.torch, torch_identity(tools.torch))
+    if not _users(plan, request) or pch.shadowed(request.include_dirs):
+        return None
+    return pch.describe(cache.root, precompilable_flags(request, tools, python), tools.host, tools.torch, torch_identity(tools.torch), own=not cache.shared)
 
 
 def _users(plan: BuildPlan, request: Request) -> frozenset[str]:

@@ -20,7 +20,7 @@ from ..errors import FlexopsError, NativeUnavailableError
 from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, layout
 from .cache import BuildCache, Entry, read_entry
-from .manifest import Host, Refusal, has_machine_code, judge, verify
+from .manifest import Host, Refusal, has_machine_code, judge
 from .spec import DeviceType, OpSpec
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ def status() -> tuple[OpStatus, ...]:
 
 def open_cache(chosen: settings.Settings) -> BuildCache:
     """The build cache that the settings name; touches nothing."""
-    return BuildCache(chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared)
+    return BuildCache(
+        chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared,
+        signing_key=chosen.cache_signing_key, trusted_keys=chosen.cache_trusted_keys, copies=chosen.cache_copies,
+    )  # fmt: skip
 
 
 def _announce(status: OpStatus) -> None:
@@ -138,22 +141,23 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     else:
         fitting = _fitting(spec, device, host, cache, refusals)
     native = [entry for entry in fitting if has_machine_code(entry.manifest, host)]
-    for entry in _intact(native, refusals):
+    for entry in _intact(cache, native, refusals):
         yield entry, "jit", "found in the cache"
     if chosen.jit:
         yield from _compiled(spec, device, chosen, cache, refusals)
     else:
         refusals.append(Refusal("nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling", f"flexops build {spec.name}"))
-    for entry in _intact([entry for entry in fitting if entry not in native], refusals):  # what the driver has to compile first comes last
+    for entry in _intact(cache, [entry for entry in fitting if entry not in native], refusals):  # what the driver has to compile first comes last
         yield entry, "jit", "found in the cache, as PTX"
 
 
-def _intact(entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
+def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
     for entry in entries:
-        if refusal := verify(entry.directory, entry.manifest):
+        verified, refusal = cache.verified(entry)
+        if verified:
+            yield verified
+        elif refusal:
             refusals.append(refusal)
-        else:
-            yield entry
 
 
 def _ahead_of_time(spec: OpSpec, device: DeviceType, host: Host) -> tuple[Entry | None, Refusal | None]:

@@ -14,6 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LONGEST_NAP = 0.1
+_PATIENCE = 3600.0
+"""A holder that takes longer than any build (stopped by a debugger, say) is not waited for: then this process builds, too."""
+
+_held: set[int] = set()
+"""Descriptors of the locks that this process holds or waits for."""
 
 
 @contextlib.contextmanager
@@ -23,13 +28,27 @@ def held(path: Path) -> Iterator[None]:
         descriptor: int | None = _open(path)
     except OSError:
         descriptor = None
+    if descriptor is not None:
+        _held.add(descriptor)
     try:
         if descriptor is not None:
             _wait(descriptor)
         yield
     finally:
-        if descriptor is not None:
+        if descriptor in _held:  # not in a child forked meanwhile
+            _held.discard(descriptor)
             _release(descriptor)
+
+
+def _let_go_after_fork() -> None:
+    """In a child: the locks are its parent's. With these descriptors open it would hold them on when the parent dies, even against itself."""
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def is_held(path: Path) -> bool:
@@ -49,8 +68,8 @@ def is_held(path: Path) -> bool:
 
 def _wait(descriptor: int) -> None:
     """Until the lock is held, or proves to be refused here. In naps: a signal need not end a wait in the kernel (``compiler._lines`` says why)."""
-    nap = 0.001
-    while True:
+    nap, until = 0.001, time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,7 +82,10 @@ def _wait(descriptor: int) -> None:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError:  # somebody else's, in a shared cache: most file systems lock what is only read, too
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _release(descriptor: int) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import mmap
 import os
 import re
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, _json, trust
 from ..compute_capability import ComputeCapability, parse_arch_list, runs_on
+from ..errors import ArchitectureError
 from ..toolchain.model import TorchBuild, Version
 from .cache_key import SCHEMA, Digests
 
@@ -29,7 +32,7 @@ class Manifest:
         name: ``<op>-<device>``, or the name of a user's extension.
         key, base: see ``cache_key``.
         device: torch's device type.
-        library, size, crc32: the file this manifest speaks of.
+        library, size, crc32, sha256: the file this manifest speaks of. ``BuildCache.publish`` adds the SHA-256.
         torch_abi: ``TorchBuild.abi_id`` of the torch it was built against.
         cuda_version: of the toolkit, "" for a CPU library.
         architectures: what is compiled in, such as ``("9.0", "12.0+PTX")``.
@@ -38,6 +41,7 @@ class Manifest:
         files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
         build_seconds: how long the build took.
         flexops: the version of flexops that planned the build.
+        own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
     """
 
     name: str
@@ -57,14 +61,23 @@ class Manifest:
     build_seconds: float = 0.0
     flexops: str = __version__
     schema: str = SCHEMA
+    sha256: str = ""
+    own_crc32: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        return json.dumps({**asdict(self), "own_crc32": self._crc32()}, indent=1, sort_keys=True) + "\n"
+
+    def is_damaged(self) -> bool:
+        """Whether this is not what was written."""
+        return self.own_crc32 not in ("", self._crc32())
+
+    def _crc32(self) -> str:
+        return f"{zlib.crc32(json.dumps({**vars(self), 'own_crc32': ''}, sort_keys=True).encode()):08x}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises ``ValueError`` if the text is no manifest of this schema."""
-        data: Any = json.loads(text)
+        data: Any = _json.parse(text)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"not a manifest of schema {SCHEMA}")
         known = {item.name for item in fields(cls)}
@@ -80,21 +93,38 @@ class Manifest:
 def _check(name: str, value: Any) -> None:
     """Raises ``ValueError`` for a value that the field cannot have. Names become paths, so they must be plain."""
     if name in ("architectures", "isa_levels"):
-        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        good = isinstance(value, list) and all(isinstance(item, str) and (name == "isa_levels" or _is_architecture(item)) for item in value)
     elif name == "files":
-        good = isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+        good = isinstance(value, dict) and all(_is_path(item) and isinstance(digest, str) for item, digest in value.items())
     elif name in ("size", "build_seconds"):
-        good = isinstance(value, (int, float))
+        good = isinstance(value, int if name == "size" else (int, float)) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in ("cuda_version", "glibc", "glibcxx"):
-        good = value == "" or (isinstance(value, str) and all(part.isdigit() for part in value.split(".")))
+        good = value == "" or (isinstance(value, str) and all(part.isdecimal() and part.isascii() and len(part) < 10 for part in value.split(".")))
     else:
-        good = isinstance(value, str) and (name not in ("name", "key", "base", "library") or _is_plain(value))
+        good = isinstance(value, str) and (name not in ("name", "key", "base", "library") or is_plain(value))
     if not good:
-        raise ValueError(f"manifest field {name} is {value!r}")
+        raise ValueError(f"manifest field {name} is {str(value)[:200]!r}")
 
 
-def _is_plain(name: str) -> bool:
-    return bool(name) and "/" not in name and not name.startswith(".")
+def is_plain(name: str) -> bool:
+    """Whether this names a file or directory, visible and right here."""
+    return name.isprintable() and "/" not in name and not name.startswith(".") and 0 < len(name.encode()) < 256
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_architecture(text: str) -> bool:
+    if text.startswith("gfx"):
+        return text.isascii() and text.isalnum()
+    try:
+        return len(text) < 20 and bool(parse_arch_list(text))
+    except ArchitectureError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -161,28 +191,50 @@ def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:
     return None
 
 
-def verify(directory: Path, manifest: Manifest) -> Refusal | None:
-    """None if the library is the very one that the manifest speaks of."""
-    library = directory / manifest.library
+def verify(directory: Path, manifest: Manifest, *, strict: bool = False, own: bool = False) -> Refusal | None:
+    """None if the library is the very one that the manifest speaks of.
+
+    Args:
+        strict: by its SHA-256, which says so to those who trust the manifest; otherwise by its CRC-32, which only finds damage, in a third of the time or
+            less: every start reads whole libraries, and who can change one in a private cache can change the manifest beside it.
+        own: refuse a library that somebody else could change.
+    """
+    library, fix = directory / manifest.library, "flexops cache clear"
+    if strict and not manifest.sha256:
+        return Refusal(f"the manifest of {library} has no SHA-256", "build it again, with this flexops")
     try:
-        if os.path.getsize(library) != manifest.size or file_crc32(library) != manifest.crc32:
-            return Refusal(f"{library} is not the file that its manifest describes (truncated, or swapped)", "flexops cache clear")
+        descriptor = os.open(library, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if own and (problem := trust.problem(status)):
+                return Refusal(f"{library} {problem}", fix)
+            same = stat.S_ISREG(status.st_mode) and status.st_size == manifest.size and not manifest.is_damaged()
+            if not same or _digest(descriptor, strict) != (manifest.sha256 if strict else manifest.crc32):
+                return Refusal(f"{library} is not the file that its manifest describes (damaged, truncated, or swapped)", fix)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        return Refusal(f"{library} cannot be read: {error.strerror}", "flexops cache clear")
+        return Refusal(f"{library} cannot be read: {error.strerror}", fix)
     return None
 
 
 def file_crc32(path: Path) -> str:
-    """CRC-32 of a file's content, in hex.
+    """CRC-32 of a file's content, in hex."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _digest(descriptor, sha256=False)
+    finally:
+        os.close(descriptor)
 
-    Every start computes it of a whole library. It finds damage as surely as a cryptographic digest in a third of the time or less; against malice
-    neither would help, because whoever can change the library can change the manifest beside it (``BuildCache.problem`` sees to that).
-    """
-    value = 0
-    with open(path, "rb", buffering=0) as stream:
-        while chunk := stream.read(1 << 16):
+
+def _digest(descriptor: int, sha256: bool) -> str:
+    secure, value = hashlib.sha256(), 0
+    while chunk := os.read(descriptor, 1 << 16):
+        if sha256:
+            secure.update(chunk)
+        else:
             value = zlib.crc32(chunk, value)
-    return f"{value:08x}"
+    return secure.hexdigest() if sha256 else f"{value:08x}"
 
 
 def needed_versions(library: Path) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .. import trust
 from ..toolchain.model import HostCompiler, TorchBuild
 from . import pch_worker
 from .cache import OWNER_LOCK, BuildCache, read_manifest
@@ -47,6 +48,7 @@ class PrecompiledHeader:
     directory: Path
     command: tuple[str, ...]
     torch_abi: str
+    own: bool = True
 
     @property
     def header(self) -> Path:
@@ -59,19 +61,21 @@ class PrecompiledHeader:
 
     def is_there(self) -> bool:
         """Whether it can be used now. Not verified by digest: g++ itself checks that it was made by this compiler, with these flags."""
-        entry = read_manifest(self.directory)
+        entry = read_manifest(self.directory, own=self.own)
         try:
-            return entry is not None and entry.library.stat().st_size == entry.manifest.size
+            status = entry.library.stat() if entry else None
         except OSError:
             return False
+        return entry is not None and status is not None and status.st_size == entry.manifest.size and not (self.own and trust.problem(status))
 
 
-def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str) -> PrecompiledHeader | None:
+def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str, *, own: bool = True) -> PrecompiledHeader | None:
     """The precompiled header for those flags; None if this compiler's are not supported, the flags include something first, or torch has no headers.
 
     Args:
         root: the cache's.
         flags: of the compile, less what differs between extensions and cannot matter to torch's headers.
+        own: one that somebody else could have made is not there; otherwise (a shared cache) it is.
     """
     if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
         return None
@@ -82,7 +86,7 @@ def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: Torc
         return None
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     facts = [("compiler", host.identity), ("torch", torch_abi), ("torch files", " ".join(stamps)), ("libc", libc or ""), ("command", "\0".join(command))]
-    return PrecompiledHeader(root / NAME / digest_fields(facts), command, torch_abi)
+    return PrecompiledHeader(root / NAME / digest_fields(facts), command, torch_abi, own)
 
 
 def shadowed(include_dirs: tuple[str, ...]) -> bool:
@@ -121,6 +125,7 @@ def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool) -> dict[str, o
         "manifest": asdict(manifest),
         "manifest_file": FILE_NAME,
         "wait": wait,
+        "own": pch.own,
     }
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 def main(order: dict[str, Any]) -> int:
     """Carry out one order, as ``pch.order`` writes it; the exit status is 0 if the header is there afterwards."""
+    if order["own"]:
+        os.umask(os.umask(0o077) | 0o022)  # what others could write to is not used
     final = Path(order["final"])
     with open(order["lock"], "w", encoding="utf-8") as lock:
         try:

@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+from builds import made_up_entry as add
 from builds import tiny_plan
 
 from flexops.errors import CacheError
-from flexops.op_builder import cache_archive, cache_key, lock
+from flexops.op_builder import cache_archive, lock
 from flexops.op_builder.cache import OWNER_LOCK, BuildCache, Entry
-from flexops.op_builder.manifest import Manifest, file_crc32
+from flexops.op_builder.manifest import Manifest
 from flexops.op_builder.plan import BuildPlan
 
 LONG_AGO = time.time() - 3600
@@ -33,21 +34,6 @@ def cache(tmp_path: Path) -> BuildCache:
 @pytest.fixture
 def plan(tmp_path: Path) -> BuildPlan:
     return tiny_plan(tmp_path / "tiny")
-
-
-def add(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "") -> Entry:
-    """Publish a made-up library for the plan, as a build that reached one header would."""
-    headers = {"<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))}
-    base = cache_key.base_key(plan, cache_key.source_digests(plan))
-    with cache.workspace() as workspace:
-        built = workspace / plan.name
-        built.mkdir()
-        (built / plan.library).write_bytes(content)
-        manifest = Manifest(
-            name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
-            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi,
-        )  # fmt: skip
-        return cache.publish(built, manifest, headers)
 
 
 def aged(entry: Entry, seconds: float) -> None:
