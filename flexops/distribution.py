@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 NAME = "flexops-torch"
-_AUTHOR = "The flexops developers"  # as pyproject.toml says; before it had this name, our own distribution was called as the other is
+AUTHOR = "The flexops developers"  # as pyproject.toml says; before it had this name, our own distribution was called as the other is
 
 
 def with_extra(extra: str) -> str:
@@ -16,6 +16,6 @@ def with_extra(extra: str) -> str:
 def namesake() -> str:
     """The other project's distribution with its version and place, if this Python has it installed; empty if not. It and ours overwrite each other."""
     for one in metadata.distributions(name="flexops"):
-        if one.metadata["Author"] != _AUTHOR:
+        if one.metadata["Author"] != AUTHOR:
             return f"flexops {one.version} in {one.locate_file('')}"
     return ""

@@ -5,6 +5,10 @@
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
 #   FLEXOPS_TEST_IMAGES=1      as root, install and start a container engine for the tests of images (the default where CI=true; 0: never)
 #   FLEXOPS_TEST_REQUIRE=1     what is missing on this machine fails instead of being skipped (the default where CI=true)
+if [ -z "${BASH_VERSION:-}" ] || [ -o posix ]; then # `sh scripts/...`
+  command -v bash >/dev/null 2>&1 || { echo "this script needs bash: apt-get install bash" >&2; exit 2; }
+  exec bash "$0" "$@"
+fi
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -23,7 +27,7 @@ source "$ROOT/scripts/lib/engine.sh"
 source "$ROOT/scripts/lib/activation.sh"
 
 TARGET=${FLEXOPS_TEST_TARGET:-} PREFIX=${FLEXOPS_TEST_ENV:-$ROOT/.test-env}
-USE_CONDA='' ASKED_PYTHON='' INDEX_URL='' TOOLKIT=index YES=yes NO_ROOT=''
+USE_CONDA='' ASKED_PYTHON='' INDEX_URL='' TOOLKIT=index YES=yes NO_ROOT='' NO_LOCK=''
 
 made() { :; } # the setup script's --uninstall is not for what this one makes
 
@@ -58,7 +62,7 @@ has_test_requirements() { cmp -s tests/requirements.txt "$PREFIX/tests-requireme
 # Some tests need programs of the system's. Only root installs them unasked, in a container as a rule; elsewhere those tests are skipped, and the end of
 # the run says what for. hipcc has other names where there is no apt-get.
 install_test_tools() {
-  local program programs=(strace zsh) missing=()
+  local program programs=(strace zsh fish) missing=()
   [[ $(id -u) -eq 0 && -n $(package_manager) ]] || return 0
   [[ $LAUNCHER_PLAN != root ]] || programs+=(ccache)
   for program in "${programs[@]}"; do
@@ -104,7 +108,7 @@ main() {
   trap 'status=$?; stop_engine; tell_failure "$status"' EXIT
   cd "$ROOT"
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    sed -n '2,/^set -e/{/^set -e/d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    sed -n '2,/^if /{/^if /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
     return
   fi
   prepare

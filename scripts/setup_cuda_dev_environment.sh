@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh machine to compiled, checked operators: finds what is here, picks a target of flexops/targets/matrix.toml, makes an environment
 # with its pins, compiles the operators ahead of time, checks them and shows them at work. `--help` says the rest.
+if [ -z "${BASH_VERSION:-}" ] || [ -o posix ]; then # `sh scripts/...`
+  command -v bash >/dev/null 2>&1 || { echo "this script needs bash: apt-get install bash" >&2; exit 2; }
+  exec bash "$0" "$@"
+fi
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -31,6 +35,7 @@ It says what it will do before it does it, and asks on a terminal. Running it ag
   --python PATH      the Python to make it with; default: one that the target's torch has wheels for
   --toolkit WHERE    auto (default: the machine's nvcc if it matches, else the package index's), index or system
   --index-url URL    the package index for pip; default: what pip is configured to use
+  --no-lock          install by version, not by the hashes in envs/requirements/<toolkit>.lock (for a mirror whose wheels are its own)
   --jobs N           MAX_JOBS; default: from processors and memory
   --yes              ask nothing, agree to everything, installing ccache with root rights too
   --no-root          never use root rights
@@ -45,7 +50,7 @@ HELP
 }
 
 TARGET='' PREFIX='' USE_CONDA='' ASKED_PYTHON='' TOOLKIT=auto INDEX_URL='' ASKED_JOBS=''
-YES='' NO_ROOT='' DRY_RUN='' ACTION=setup
+YES='' NO_ROOT='' NO_LOCK='' DRY_RUN='' ACTION=setup
 
 parse_options() {
   while [[ $# -gt 0 ]]; do
@@ -62,6 +67,7 @@ parse_options() {
       --conda) USE_CONDA=yes ;;
       --yes | -y) YES=yes ;;
       --no-root) NO_ROOT=yes ;;
+      --no-lock) NO_LOCK=yes ;;
       --dry-run) DRY_RUN=yes ;;
       --print-env) ACTION=print_env ;;
       --list-targets) ACTION=list_targets ;;
@@ -131,7 +137,7 @@ do_everything() {
   lock_state
   step "make the environment" "see the message above; $again" make_environment
   step "install the pinned packages" \
-    "check the network and \`$PIP config list\`; behind a mirror: --index-url URL; out of space: TMPDIR=<a roomy directory>; $again" install_pins
+    "check the network and \`$PIP config list\`; behind a mirror: --index-url URL (and --no-lock if hashes do not match); out of space: TMPDIR=<a roomy directory>; $again" install_pins
   step "install flexops" "see pip's message above; $again" install_flexops
   step "compiler cache" "--no-root goes on without it" install_launcher
   step "write .flexops/env.sh" "make $STATE writable; $again" write_env

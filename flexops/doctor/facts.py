@@ -141,10 +141,11 @@ class TorchFact:
 
 @dataclass(frozen=True)
 class LauncherFact:
-    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not tell."""
+    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not tell; ``cleanups``: how often it made room."""
 
     hits: int | None = None
     misses: int | None = None
+    cleanups: int = 0
     note: str = ""
 
 

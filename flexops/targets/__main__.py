@@ -9,9 +9,10 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..errors import FlexopsError
-from . import detect, load, render, text
+from . import detect, load, locks, render, text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +34,8 @@ def _answer(options: argparse.Namespace) -> str:
     target = load().find(options.id)
     if options.command == "requirements":
         return render.requirements(target).rstrip("\n")
+    if options.command == "locked":
+        return locks.installed(target, Path.cwd(), toolkit=options.toolkit).rstrip("\n")
     return text.field(target, options.field) if options.field else text.details(target, options.json)
 
 
@@ -45,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("show", help="one target")
     shown.add_argument("--field", metavar="NAME", help="only the value of this field")
     wanted = commands.add_parser("requirements", help="what pip installs for a target, as a requirements file")
-    for command in (shown, wanted):
+    locked = commands.add_parser("locked", help="the same by hash, with all that it depends on, from the checkout that this runs in")
+    locked.add_argument("--toolkit", action="store_true", help="with the package index's compiler")
+    for command in (shown, wanted, locked):
         command.add_argument("id", metavar="ID")
     for command in (found, listed, shown):
         command.add_argument("--json", action="store_true", help="print JSON")

@@ -119,6 +119,25 @@ def lock_text(target: Target, run_lock: str, all_lock: str) -> str:
     return "\n".join([head, *run, BUILD_MARK, *tools]) + "\n"
 
 
+def installed(target: Target, root: Path, *, toolkit: bool) -> str:
+    """What pip installs, every package by hash, for an environment that builds flexops: all of the lock, or all but the compiler of the package index.
+
+    Raises:
+        TargetError: the target's wheels are not locked; ``what`` says why.
+    """
+    if not lockable(target):
+        raise TargetError(f"the wheels of {target.id} are not locked: they come from {target.index}, or from the default index where that does not answer")
+    try:
+        text = (root / lock_path(target)).read_text(encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"{lock_path(target)} cannot be read", found=error.strerror or "", fix=f"flexops target lock {target.toolkit_name}") from error
+    if toolkit:
+        return "\n".join(entries(text)) + "\n"
+    run, _, build = text.partition(BUILD_MARK + "\n")
+    needed = {_name(one) for one in _package_requirements()[1]}
+    return "\n".join([*entries(run), *(one for one in entries(build) if _name(one) in needed)]) + "\n"
+
+
 def entries(text: str) -> list[str]:
     """The entries of a requirements file, comments left out."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]

@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2153,SC2154 # the parts share their variables
-# .flexops/env.sh: for any POSIX shell, zsh included; sourcing it twice is sourcing it once, flexops_env_undo restores everything.
+# .flexops/env.sh: for any POSIX shell, zsh included; sourcing it twice is sourcing it once, flexops_env_undo restores everything. What it does is in
+# env.posix.sh beside it, so that a shell that cannot read that (fish) can read env.sh, which then says what to do.
 
 ENV_NAMES=(
   PATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV CUDA_HOME ROCM_HOME CXX CC TORCH_CUDA_ARCH_LIST PYTORCH_ROCM_ARCH MAX_JOBS PYTORCH_NVCC
@@ -10,7 +11,8 @@ ENV_NAMES=(
 write_env() {
   [[ $TOOLKIT_PLAN != index ]] || link_toolkit
   write_compiler_link
-  replace_file "$STATE/env.sh" "$(env_text)"
+  replace_file "$STATE/env.posix.sh" "$(env_text)"
+  replace_file "$STATE/env.sh" "$(env_stub)"
   note "source $STATE/env.sh"
 }
 
@@ -56,21 +58,33 @@ exec $(quoted "$LAUNCHER") $(quoted "$tool_host") \"\$@\""
   fi
 }
 
-# env_text: the file. A value that starts with "_flexops_default" gives way to what the user has set.
+# within_environment SHELL: the command that runs a shell which cannot source env.sh, with what env.sh sets.
+within_environment() { printf 'bash -c "source %s; exec %s"' "$(quoted "$STATE/env.sh")" "$1"; }
+
+# env_stub: valid in POSIX shells and in fish, which reads a file as a whole before it does any of it. In fish alone, '\\' is one character.
+env_stub() {
+  cat <<EOF_STUB
+# Made by scripts/setup_cuda_dev_environment.sh for the target $TARGET. Source it; flexops_env_undo takes everything back.
+test '\\\\' = "\\\\" && echo $(quoted "flexops: fish cannot read what POSIX shells read; a fish with this environment: $(within_environment fish)")
+test '\\\\' = "\\\\" || . $(quoted "$STATE/env.posix.sh")
+EOF_STUB
+}
+
+# env_text: what POSIX shells read. A value that starts with "_flexops_default" gives way to what the user has set.
 env_text() {
   env_head
   env_paths
   env_target
   env_caches
   env_launcher
-  printf '_flexops_set FLEXOPS_ENV_FILE %s\n' "$(quoted "$STATE/env.sh")"
+  printf '_flexops_set FLEXOPS_ENV_FILE %s\n' "$(quoted "$STATE/env.posix.sh")"
   [[ -z $USE_CONDA ]] || env_conda_scripts activate
   printf 'hash -r 2>/dev/null || true\n'
 }
 
 env_head() {
   cat <<EOF_HEAD
-# Made by scripts/setup_cuda_dev_environment.sh for the target $TARGET. Source it; flexops_env_undo takes everything back.
+# Made by scripts/setup_cuda_dev_environment.sh for the target $TARGET; env.sh sources it.
 # shellcheck shell=sh disable=SC2034,SC2154
 if command -v flexops_env_undo >/dev/null 2>&1; then flexops_env_undo; fi
 

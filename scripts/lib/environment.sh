@@ -12,23 +12,40 @@ judge_environment() {
   local digest before
   CONDA_TOOL=''
   [[ -z $USE_CONDA ]] || choose_conda
+  choose_lock
   DIGEST=$(wanted_digest)
   PIP="$(environment_python) -m pip"
   ENVIRONMENT_PLAN=make ENVIRONMENT_REASON='' UP_TO_DATE=''
   [[ -e $PREFIX ]] || return 0
-  if [[ ! -e $PREFIX/$MARKER ]]; then
+  if is_unfinished; then
+    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON='an earlier run did not get to finish making it'
+  elif [[ ! -e $PREFIX/$MARKER ]]; then
     [[ -z $(ls -A "$PREFIX" 2>/dev/null) ]] || die "$PREFIX exists and was not made by this script, so it is left alone" '--prefix DIR, or remove it yourself'
-    return 0
-  fi
-  before=$(marker_value kind)
-  if [[ $before != "$(environment_kind)" ]]; then
-    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON="it is of another kind (${before:-unfinished})"
-  elif [[ -z $(python_version "$(environment_python)") ]]; then
-    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON='its Python does not run'
+  elif [[ $(marker_value kind) != "$(environment_kind)" ]]; then
+    before=$(marker_value kind)
+    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON="it is of another kind (${before:-not known})"
+  elif ! environment_is_whole; then
+    ENVIRONMENT_PLAN=remake ENVIRONMENT_REASON='its Python does not run, or has no pip'
   else
     ENVIRONMENT_PLAN=keep
     digest=$(marker_value digest)
     if [[ $digest == "$DIGEST" ]] && environment_holds; then UP_TO_DATE=yes; fi
+  fi
+}
+
+# Sets LOCK, what pip installs by hash (nothing: it installs PINS by version), and LOCK_REASON.
+choose_lock() {
+  local toolkit=()
+  LOCK='' LOCK_REASON=''
+  [[ $TOOLKIT_PLAN != index ]] || toolkit=(--toolkit)
+  if [[ -n $USE_CONDA ]]; then
+    LOCK_REASON="by version, not by hash: conda resolves envs/$TARGET.yml"
+  elif [[ -n $NO_LOCK ]]; then
+    LOCK_REASON='by version, not by hash: --no-lock'
+  elif LOCK=$(matrix locked "$TARGET" ${toolkit[@]+"${toolkit[@]}"} 2>&1); then
+    LOCK_REASON='every package by its locked hash; nothing else is taken'
+  else
+    LOCK_REASON="by version, not by hash: ${LOCK#flexops: }" LOCK=''
   fi
 }
 
@@ -38,7 +55,7 @@ environment_kind() { printf '%s, Python %s%s' "$TARGET" "$PYTHON_VERSION" "${USE
 marker_value() { sed -n "s/^$1=//p" "$PREFIX/$MARKER" 2>/dev/null || true; }
 
 wanted_digest() {
-  { printf '%s\n' 1 "$TARGET" "$PYTHON_VERSION" "$USE_CONDA" "$ROOT" "${PINS[@]}" && cat pyproject.toml setup.py "envs/$TARGET.yml"; } | sha256sum | cut -d' ' -f1
+  { printf '%s\n' 1 "$TARGET" "$PYTHON_VERSION" "$USE_CONDA" "$ROOT" "${PINS[@]}" "$LOCK" && cat pyproject.toml setup.py "envs/$TARGET.yml"; } | sha256sum | cut -d' ' -f1
 }
 
 # environment_holds: asks the environment itself whether the pins and this checkout are installed in it.
@@ -84,6 +101,7 @@ plan_environment() {
   esac
   fact environment "$verb $PREFIX (${USE_CONDA:+$CONDA_TOOL, envs/$TARGET.yml, }Python $PYTHON_VERSION)${ENVIRONMENT_REASON:+: $ENVIRONMENT_REASON}"
   fact install "${PINS[*]}, flexops (editable) and what it needs${INDEX_URL:+, from $INDEX_URL}"
+  fact '' "$LOCK_REASON"
   case $TOOLKIT_PLAN in
     found) fact toolkit "use $TOOLKIT_ROOT ($TOOLKIT_VERSION)" ;;
     index) fact toolkit "install nvcc $TOOLKIT_MINOR from the package index, into the environment" ;;
@@ -120,24 +138,37 @@ lock_state() {
 # made PATH: remember that this script made it, for --uninstall.
 made() { grep -qxF -- "$1" "$STATE/made" 2>/dev/null || printf '%s\n' "$1" >>"$STATE/made"; }
 
-write_marker() { printf 'kind=%s\ndigest=%s\n' "$(environment_kind)" "$1" >"$PREFIX/$MARKER"; }
+write_marker() { replace_file "$PREFIX/$MARKER" "$(printf 'kind=%s\ndigest=%s' "$(environment_kind)" "$1")"; }
+
+# An environment is listed in .flexops/unfinished while it is being made or removed: a run that is killed meanwhile leaves something that looks whole.
+is_unfinished() { grep -qxF -- "$PREFIX" "$STATE/unfinished" 2>/dev/null; }
+
+finished() {
+  local others
+  others=$(grep -vxF -- "$PREFIX" "$STATE/unfinished" || true)
+  if [[ -n $others ]]; then replace_file "$STATE/unfinished" "$others"; else rm -f "$STATE/unfinished"; fi
+}
+
+environment_is_whole() { ! is_unfinished && "$(environment_python)" -c 'import pip' 2>/dev/null; }
 
 make_environment() {
   if [[ $ENVIRONMENT_PLAN == keep ]]; then
     note "kept: $PREFIX"
     return
   fi
+  mkdir -p "$STATE"
+  is_unfinished || printf '%s\n' "$PREFIX" >>"$STATE/unfinished"
   if [[ $ENVIRONMENT_PLAN == remake ]]; then
     rm -rf -- "$PREFIX"
   fi
+  made "$PREFIX"
   if [[ -n $USE_CONDA ]]; then
     make_conda_environment
   else
-    mkdir -p "$PREFIX"
-    made "$PREFIX"
-    write_marker unfinished
     "$PYTHON" -m venv "$PREFIX"
   fi
+  write_marker unfinished
+  finished
 }
 
 install_pins() {
@@ -146,9 +177,17 @@ install_pins() {
     return
   fi
   warn_if_space_is_short
+  drop_half_installed
+  pass_over_silent_indexes
+  note "$LOCK_REASON"
+  if [[ -n $LOCK ]]; then
+    replace_file "$STATE/requirements.lock" "$LOCK"
+    pip_install --require-hashes --only-binary :all: --requirement "$STATE/requirements.lock"
+    return
+  fi
   local index=()
   if [[ -n $target_index ]]; then
-    if index_answers "$target_index"; then
+    if [[ -z $(silent_indexes "$target_index") ]]; then
       index=(--extra-index-url "$target_index")
     elif [[ $target_index_required == true ]]; then
       die "$target_index does not answer, and only it has the wheels of $TARGET" 'check the network or the proxy settings, then run the same command again'
@@ -157,11 +196,45 @@ install_pins() {
     fi
   fi
   # torch works without numpy, but warns; setuptools builds flexops.
-  pip_install "${PINS[@]}" numpy 'setuptools>=77' ${index[@]+"${index[@]}"} || {
+  pip_install "${PINS[@]}" numpy 'setuptools>=77' ${index[@]+"${index[@]}" --retries 1} || {
     [[ ${#index[@]} -gt 0 && $target_index_required != true ]] || return 1
     note "that did not work with $target_index; trying without it"
     pip_install "${PINS[@]}" numpy 'setuptools>=77'
   }
+}
+
+silent_indexes() { "$BOOT_PYTHON" "$ROOT/scripts/lib/silent_indexes.py" "$@"; }
+
+# pass_over_silent_indexes: the extra indexes of pip's own settings, less those that do not answer. Behind a proxy of pip's own, only pip can ask them.
+pass_over_silent_indexes() {
+  local settings urls url silent kept=()
+  settings=$("$(environment_python)" -m pip config list 2>/dev/null || true)
+  [[ $settings != *.proxy=* ]] || return 0
+  urls=${PIP_EXTRA_INDEX_URL:-$(sed -n "s/^.*\.extra-index-url='\(.*\)'$/\1/p" <<<"$settings" | sed 's/\\n/ /g')}
+  [[ -n $urls ]] || return 0
+  # shellcheck disable=SC2086 # a list of words
+  silent=$(silent_indexes $urls)
+  [[ -n $silent ]] || return 0
+  for url in $urls; do
+    if grep -qxF -- "$url" <<<"$silent"; then note "passed over, for it does not answer: $(without_credentials "$url")"; else kept+=("$url"); fi
+  done
+  # pip takes an empty variable for none, and goes by its file: then the main index stands in, a second time
+  [[ ${#kept[@]} -gt 0 ]] || kept=("${INDEX_URL:-${PIP_INDEX_URL:-$(sed -n "s/^.*\.index-url='\(.*\)'$/\1/p" <<<"$settings" | tail -n 1)}}")
+  export PIP_EXTRA_INDEX_URL=${kept[*]:-https://pypi.org/simple}
+}
+
+without_credentials() {
+  if [[ $1 =~ ^([a-z]+://)[^/@]*@(.*)$ ]]; then printf '%s%s' "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"; else printf '%s' "$1"; fi
+}
+
+# drop_half_installed: what an interrupted pip left, which the next would take for installed.
+drop_half_installed() {
+  local path
+  [[ -z $USE_CONDA ]] || return 0
+  while read -r path; do
+    note "half installed, so it is installed again: ${path##*/}"
+    rm -rf -- "$path"
+  done < <("$(environment_python)" "$ROOT/scripts/lib/installed.py" "$ROOT" --half-installed)
 }
 
 pip_install() {
@@ -170,11 +243,6 @@ pip_install() {
   [[ -z $INDEX_URL ]] || arguments+=(--index-url "$INDEX_URL")
   note "pip install $*"
   "$(environment_python)" -m pip install "${arguments[@]}" "$@"
-}
-
-# index_answers URL: tried briefly, because an index that does not answer would cost pip minutes.
-index_answers() {
-  "$BOOT_PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=4)' "$1" 2>/dev/null
 }
 
 warn_if_space_is_short() {
@@ -191,7 +259,9 @@ install_flexops() {
   fi
   remove_namesake
   [[ -e $ROOT/flexops_torch.egg-info ]] || made "$ROOT/flexops_torch.egg-info"
-  FLEXOPS_AOT='' pip_install --no-build-isolation --editable "$ROOT"
+  local locked=()
+  [[ -z $LOCK ]] || locked=(--no-deps) # they are there, by hash
+  FLEXOPS_AOT='' pip_install --no-build-isolation ${locked[@]+"${locked[@]}"} --editable "$ROOT"
   environment_holds || die 'pip ended well, but the environment does not hold what was asked for' "rm -rf $PREFIX, then run the same command again"
   write_marker "$DIGEST"
 }
@@ -279,7 +349,7 @@ run_doctor() {
 checked_digest() {
   {
     printf '%s\n' "$DIGEST" "$TOOLKIT_PLAN" "$tool_gpu" "$tool_driver" "$tool_host_version"
-    cat "$STATE/env.sh"
+    cat "$STATE/env.posix.sh"
     find flexops csrc -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
@@ -296,8 +366,11 @@ run_demo() { in_environment python -m flexops.demo; }
 print_summary() {
   printf '\n%sDone%s in %d s: %s in %s\n' "$BOLD" "$PLAIN" "$1" "$TARGET" "$PREFIX"
   [[ $TOOLKIT_PLAN != missing ]] || warn "GPU operators run as plain PyTorch until there is a toolkit: $(where_to_get_toolkit)"
+  case ${SHELL##*/} in
+    fish | csh | tcsh | nu | xonsh | elvish) printf '  %s\n      use it from %s, which cannot source .flexops/env.sh; exit takes it back\n' "$(within_environment "${SHELL##*/}")" "${SHELL##*/}" ;;
+    *) printf '  source .flexops/env.sh      use it, in this and every new shell; flexops_env_undo takes it back\n' ;;
+  esac
   cat <<'TEXT'
-  source .flexops/env.sh      use it, in this and every new shell; flexops_env_undo takes it back
   flexops doctor              check again at any time
   bash scripts/run_tests.sh   the tests
 TEXT
@@ -321,7 +394,6 @@ conda_root() {
 make_conda_environment() {
   local file=$ROOT/envs/$TARGET.yml
   export CONDA_ALWAYS_YES=true MAMBA_ALWAYS_YES=true
-  made "$PREFIX"
   case $CONDA_TOOL in
     micromamba) micromamba create -p "$PREFIX" -f "$file" ;;
     pixi)
@@ -330,5 +402,4 @@ make_conda_environment() {
       ;;
     *) "$CONDA_TOOL" env create -p "$PREFIX" -f "$file" ;;
   esac
-  write_marker unfinished
 }

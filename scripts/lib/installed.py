@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 
 NAME, FORMER_NAME = "flexops-torch", "flexops"
 
@@ -44,8 +46,17 @@ def namesake(root: str) -> str:
         return ""
 
 
+def half_installed(site: Path) -> list[Path]:
+    """What pip left when it was stopped: it writes RECORD last, and renames what it replaces to ``~name`` until it is done."""
+    return [*(info for info in site.glob("*.dist-info") if not (info / "RECORD").exists()), *site.glob("~*")]
+
+
 if __name__ == "__main__":
     root, *pins = sys.argv[1:]
+    if pins == ["--half-installed"]:
+        for path in half_installed(Path(sysconfig.get_path("purelib"))):
+            print(path)
+        sys.exit()
     if pins == ["--namesake"]:
         print(namesake(root))
         sys.exit()

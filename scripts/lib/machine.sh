@@ -65,7 +65,14 @@ look_for_tools() {
   facts=$(cd "$ROOT" && "$BOOT_PYTHON" -m flexops.toolchain "${arguments[@]}")
   read_facts tool <<<"$facts"
   [[ -n $tool_host || -n $USE_CONDA ]] || die "no C++ compiler that this target can use was found${tool_rejected:+: $tool_rejected}" \
-    "apt-get install g++ (or: dnf install gcc-c++), between versions ${target_host_compiler:-any}; or --conda, which brings its own"
+    "apt-get install g++ (or: dnf install gcc-c++)$(compiler_versions); or --conda, which brings its own"
+}
+
+# compiler_versions: ", at least 11.3 and at most 15", as far as the target bounds them.
+compiler_versions() {
+  local least newest
+  read -r least newest <<<"${target_host_compiler:-}"
+  printf '%s' "${least:+, at least $least}${newest:+ and at most $newest}"
 }
 
 # Sets TOOLKIT_PLAN: none | found | index | conda | missing
@@ -118,7 +125,7 @@ choose_python() {
     within "${PYTHON_VERSION:-0.0}" "$PYTHON_LEAST" "$PYTHON_NEWEST" ||
       die "$ASKED_PYTHON is ${PYTHON_VERSION:+Python }${PYTHON_VERSION:-no working Python}; required: $wanted" 'leave --python away, or name another'
     can_make_venv "$PYTHON" || die "$PYTHON cannot make environments: its venv or ensurepip is missing" "apt-get install python$PYTHON_VERSION-venv"
-  elif version=$(python_version "$PREFIX/bin/python") && [[ -n $version && $(marker_value kind) == "$TARGET, Python $version" ]]; then
+  elif environment_is_whole && version=$(python_version "$PREFIX/bin/python") && [[ $(marker_value kind) == "$TARGET, Python $version" ]]; then
     PYTHON=$PREFIX/bin/python PYTHON_VERSION=$version
   elif ! find_python "$PYTHON_LEAST" "$PYTHON_NEWEST"; then
     [[ -z $PYTHON_LACKING ]] ||
@@ -154,7 +161,7 @@ package_manager() {
 # A compile that includes torch's headers takes 2 to 3 GiB. What env.sh says already is kept: free memory differs from run to run.
 choose_jobs() {
   local by_memory=$((tool_memory_bytes / (3 * 1024 * 1024 * 1024))) before
-  before=$(sed -n 's/^_flexops_default MAX_JOBS \([0-9]*\)$/\1/p' "$STATE/env.sh" 2>/dev/null || true)
+  before=$(sed -n 's/^_flexops_default MAX_JOBS \([0-9]*\)$/\1/p' "$STATE/env.posix.sh" 2>/dev/null || true)
   JOBS=$((by_memory < tool_cpus ? by_memory : tool_cpus))
   JOBS=$((JOBS > 0 ? JOBS : 1))
   if [[ -n $before ]] && ((before <= tool_cpus)); then JOBS=$before; fi

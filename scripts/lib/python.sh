@@ -61,8 +61,3 @@ any_python() {
   done < <(python_candidates 3.10 3.15)
   [[ -n $BOOT_PYTHON ]]
 }
-
-# make_venv PYTHON DIRECTORY: an environment with a pip new enough for today's wheels.
-make_venv() {
-  "$1" -m venv "$2"
-}

@@ -11,7 +11,7 @@ uninstall() {
   while read -r path; do
     is_ours "$path" && paths+=("$path")
   done < <(cat "$STATE/made" 2>/dev/null || true)
-  for path in env.sh bin cuda cache lock packages checked checked.date made; do # `made` last: an interrupted removal can go on
+  for path in env.sh env.posix.sh requirements.lock bin cuda cache lock packages checked checked.date made; do # `made` last: an interrupted removal can go on
     [[ ! -e $STATE/$path ]] || paths+=("$STATE/$path")
   done
   say "${BOLD}Will be removed$PLAIN"
@@ -20,7 +20,11 @@ uninstall() {
   if [[ -n $DRY_RUN ]]; then
     say '--dry-run: nothing was done'
   elif [[ -n $YES ]] || ! on_terminal || ask 'Go ahead?' n; then
+    for path in "${paths[@]}"; do
+      [[ ! -e $path/$MARKER ]] || printf '%s\n' "$path" >>"$STATE/unfinished"
+    done
     rm -rf -- "${paths[@]}"
+    rm -f -- "$STATE/unfinished"
     rmdir -- "$STATE" 2>/dev/null || note "$STATE holds more, which this script did not make; it stays"
     say 'removed; in a shell that has sourced env.sh, flexops_env_undo takes its settings back'
   else
@@ -33,6 +37,6 @@ is_ours() {
   [[ -e $1 ]] || return 1
   case $1 in
     "$ROOT"/flexops/_aot | "$ROOT"/flexops.egg-info | "$ROOT"/flexops_torch.egg-info) return 0 ;;
-    *) [[ -e $1/$MARKER || (-d $1 && -z $(ls -A "$1")) ]] ;;
+    *) [[ -e $1/$MARKER || (-d $1 && -z $(ls -A "$1")) ]] || grep -qxF -- "$1" "$STATE/unfinished" 2>/dev/null ;;
   esac
 }

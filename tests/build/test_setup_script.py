@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,10 @@ FAKE_PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then
   mkdir -p "$3/bin"
   cp "{tools}/environment-python" "$3/bin/python"
+  if [ -e "{tools}/venv-dies" ]; then
+    printf '#!/bin/sh\\ncase "$*" in *pip*) echo "No module named pip" >&2; exit 1 ;; esac\\nexec {python} "$@"\\n' >"$3/bin/python"
+    case $(cat "{tools}/venv-dies") in disk) echo "No space left on device" >&2; exit 1 ;; *) kill -s "$(cat "{tools}/venv-dies")" "$PPID"; exit 1 ;; esac
+  fi
   exit 0
 fi
 exec {python} "$@"
@@ -221,6 +228,72 @@ def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("death", ["INT", "KILL", "disk"])
+def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Checkout, death: str) -> None:
+    """It has a Python that runs, and no pip: what `python -m venv` leaves when it is stopped between the two."""
+    (checkout.tools / "venv-dies").write_text(death)
+    first = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert first.returncode != 0
+    assert (checkout.root / ".venv" / "bin" / "python").exists()
+    (checkout.tools / "venv-dies").unlink()
+    done = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "did not get to finish" in done.stdout
+    assert "No module named pip" not in done.stderr
+
+
+def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> None:
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    python = checkout.root / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    done = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "has no pip" in done.stdout
+
+
+def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    checkout.without("rm")
+    checkout.tool("rm", '#!/bin/sh\n/bin/rm -f "{tools}/../a checkout/.venv/.flexops-setup"\nkill -KILL "$PPID"\n')
+    assert checkout.run("--uninstall", "--yes", fake=False).returncode != 0
+    (checkout.tools / "rm").unlink()
+    (checkout.tools / "system" / "rm").symlink_to("/bin/rm")
+    assert checkout.run("--uninstall", "--yes", fake=False).returncode == 0
+    assert not (checkout.root / ".venv").exists()
+    assert not (checkout.root / ".flexops").exists()
+
+
+@pytest.mark.parametrize("script", [SCRIPT, "scripts/run_tests.sh"])
+@pytest.mark.parametrize("shell", ["dash", "bash --posix", "zsh"])
+def test_another_shell_hands_the_script_to_bash(checkout: Checkout, script: str, shell: str, require: Callable[..., None]) -> None:
+    program, *options = shell.split()
+    require(shutil.which(program), program, f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does")
+    done = subprocess.run([program, *options, script, "--help"], cwd=checkout.root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
+
+
+def test_without_bash_there_is_a_sentence(checkout: Checkout, require: Callable[..., None]) -> None:
+    dash = shutil.which("dash")
+    require(dash, "dash", "apt-get install dash")
+    done = subprocess.run([str(dash), SCRIPT, "--help"], cwd=checkout.root, env={"PATH": str(checkout.tools)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "this script needs bash: apt-get install bash\n"
+
+
+def test_fish_is_told_how_to_use_the_environment(checkout: Checkout, require: Callable[..., None]) -> None:
+    require(shutil.which("fish"), "fish", "apt-get install fish, or sudo bash scripts/run_tests.sh, which does")
+    done = checkout.run("--yes", "--no-root", "--target", "cpu", SHELL="/usr/bin/fish")
+    assert done.returncode == 0, done.stderr
+    file = checkout.root / ".flexops" / "env.sh"
+    command = f"""bash -c "source '{file}'; exec fish\""""
+    assert command in done.stdout
+    told = subprocess.run(["fish", "-c", f"source {_quoted(file)}"], capture_output=True, text=True, check=False)
+    assert (told.stderr, told.stdout) == ("", f"flexops: fish cannot read what POSIX shells read; a fish with this environment: {command}\n")
+    within = subprocess.run(["bash", "-c", command], input="echo $VIRTUAL_ENV", capture_output=True, text=True, check=False)
+    assert within.stdout.strip() == str(checkout.root / ".venv"), within.stderr
+
+
 def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     left_over = checkout.root / ".venv" / "left-over"
@@ -322,6 +395,81 @@ def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str, requ
     assert f"PATH={checkout.root}/it's an env/bin:" in within
 
 
+def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: Checkout) -> None:
+    done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stdout + done.stderr
+    pins, flexops = checkout.calls[:2]
+    lock = checkout.root / ".flexops" / "requirements.lock"
+    assert f"--require-hashes --only-binary :all: --requirement {lock}" in pins
+    assert "--no-deps" in flexops
+    assert "every package by its locked hash" in done.stdout
+    versions = [line for line in lock.read_text().splitlines() if not line.startswith(" ")]
+    assert [line.split()[0] for line in versions if line.startswith(("torch=", "setuptools="))] == ["setuptools==84.2.1", "torch==2.7.1"]
+
+    again = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", "--no-lock", CUDA_HOME="/nowhere")
+    assert again.returncode == 0, again.stderr
+    assert "not by hash: --no-lock" in again.stdout
+    assert any(" torch==2.7.1 ninja==1.13.0 " in call for call in checkout.calls)
+
+    done = checkout.run("--dry-run", "--target", "cpu")
+    assert "by version, not by hash: the wheels of cpu are not locked: they come from https://download.pytorch.org/whl/cpu" in done.stdout
+
+
+def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
+    """pip's own settings name one that refuses, one whose name nobody knows, and a folder; the target's extra index is not reached either."""
+    folder = checkout.tools.as_uri()
+    silent = ["http://user:secret@127.0.0.1:9/simple", "https://index.invalid/simple"]
+    checkout.tool("environment-python", FAKE_ENVIRONMENT_PYTHON.replace('echo "pip $*"', 'echo "pip $PIP_EXTRA_INDEX_URL $*"'))
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = checkout.run("--yes", "--no-root", "--target", "cpu", PIP_EXTRA_INDEX_URL=" ".join([*silent, folder]), no_proxy="", **proxy)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.calls[0].startswith(f"pip {folder} -m pip install")
+    assert "passed over, for it does not answer: http://127.0.0.1:9/simple" in done.stdout
+    assert "passed over, for it does not answer: https://index.invalid/simple" in done.stdout
+    assert "https://download.pytorch.org/whl/cpu does not answer; going on with the default index" in done.stdout
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
+    """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is silent, and costs seconds."""
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as mute, http.server.HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        urls = [f"http://me:x@127.0.0.1:{server.server_port}/simple", tmp_path.as_uri(), f"http://127.0.0.1:{mute.getsockname()[1]}/simple"]
+        done = subprocess.run([sys.executable, str(ROOT / "scripts/lib/silent_indexes.py"), *urls], capture_output=True, text=True, timeout=60, check=True)
+        server.shutdown()
+    assert done.stdout.split() == urls[2:]
+
+
+def test_what_an_interrupted_pip_left_is_installed_again(checkout: Checkout) -> None:
+    """The part of a wheel that is there without its RECORD, which pip writes last, and what was renamed to be replaced."""
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    site = checkout.tools / "site"
+    whole, half = site / "ninja-1.13.0.dist-info", site / "torch-2.13.0.dist-info"
+    for info in (whole, half):
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\n")
+    (whole / "RECORD").touch()
+    (site / "~orch").mkdir()
+    code = "import pathlib, sys, installed; print(*sorted(path.name for path in installed.half_installed(pathlib.Path(sys.argv[1]))))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts/lib")}
+    told = subprocess.run([sys.executable, "-c", code, str(site)], env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["torch-2.13.0.dist-info", "~orch"]
+
+    finds_it = f"""case "$*" in\n  *--half-installed*) echo "{half}" ;;"""
+    checkout.tool("environment-python", FAKE_ENVIRONMENT_PYTHON.replace('case "$*" in', finds_it))
+    done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert "half installed, so it is installed again: torch-2.13.0.dist-info" in done.stdout
+    assert (half.exists(), whole.exists()) == (False, True)
+
+
 def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)
@@ -348,7 +496,7 @@ def test_conda_makes_the_environment_from_envs(checkout: Checkout, tool: str, ex
     done = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert checkout.calls[0] == expected.format(prefix=checkout.root / ".venv", root=checkout.root)
-    assert "CONDA_PREFIX" in (checkout.root / ".flexops" / "env.sh").read_text()
+    assert "CONDA_PREFIX" in (checkout.root / ".flexops" / "env.posix.sh").read_text()
     again = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
     assert again.returncode == 0, again.stdout + again.stderr
     assert len([call for call in checkout.calls if call.startswith(tool)]) == (2 if tool == "pixi" else 1)

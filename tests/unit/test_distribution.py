@@ -64,7 +64,7 @@ def test_the_name_is_the_one_that_is_packaged() -> None:
     project = _toml.load(ROOT / "pyproject.toml")["project"]
     assert project["name"] == distribution.NAME
     assert project["scripts"] == {"flexops": "flexops.cli:main"}
-    assert project["authors"] == [{"name": distribution._AUTHOR}]
+    assert project["authors"] == [{"name": distribution.AUTHOR}]
     extras = {"conda", "images"}  # that fixes name
     assert extras <= set(project["optional-dependencies"])
 

@@ -257,9 +257,10 @@ def test_ninja() -> None:
     [
         (WHOLE, LauncherFact(30, 10), None, "ok", "hit rate 75% of 40"),
         (WHOLE, LauncherFact(0, 0), None, "ok", "not used yet"),
-        (WHOLE, LauncherFact(1, 99), None, "warn", "hit rate 1%"),
+        (WHOLE, LauncherFact(1, 99, cleanups=3), None, "warn", "made room 3 times"),
+        (WHOLE, LauncherFact(0, 112), None, "ok", "hit rate 0% of 112"),  # the first setup: everything is compiled for the first time
         (WHOLE, LauncherFact(note="its server is not running now"), None, "ok", "not running"),
-        (WHOLE._replace(launcher=None), LauncherFact(), None, "warn", "sudo apt-get install -y ccache"),
+        (WHOLE._replace(launcher=None), LauncherFact(), None, "ok", "sudo apt-get install -y ccache"),
         (WHOLE._replace(launcher=None), LauncherFact(), "none", "ok", "FLEXOPS_COMPILER_LAUNCHER"),
         (WHOLE._replace(launcher=None), LauncherFact(), "sccache", "warn", "sccache"),
         (BARE, LauncherFact(), None, "ok", "nothing is compiled"),

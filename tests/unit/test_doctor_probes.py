@@ -141,8 +141,8 @@ def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path: Path) -> None:
 
 
 def test_ccache_statistics() -> None:
-    text = "direct_cache_hit\t7\npreprocessed_cache_hit\t1\ncache_miss\t2\nstats_updated_timestamp\t1700000000\n"
-    assert build.read_ccache(text) == LauncherFact(8, 2)
+    text = "direct_cache_hit\t7\npreprocessed_cache_hit\t1\ncache_miss\t2\ncleanups_performed\t4\nstats_updated_timestamp\t1700000000\n"
+    assert build.read_ccache(text) == LauncherFact(8, 2, 4)
     assert build.read_ccache("ccache: error: unknown option").hits is None
 
 

@@ -103,8 +103,10 @@ def launcher(tools: Toolchain, stats: LauncherFact, installer: str, wish: str | 
             return ok("launcher", "none; nothing is compiled here")
         if wish and wish.lower() == "none":
             return ok("launcher", "none, as FLEXOPS_COMPILER_LAUNCHER says")
-        found = f"{wish}, which FLEXOPS_COMPILER_LAUNCHER names, cannot be used" if wish else "neither ccache nor sccache"
-        return warn("launcher", found, "a compiler cache: repeated builds then take a fraction of the time", f"{installer or 'apt-get install -y'} ccache")
+        fix = f"{installer or 'apt-get install -y'} ccache"
+        if wish:
+            return warn("launcher", f"{wish}, which FLEXOPS_COMPILER_LAUNCHER names, cannot be used", "a compiler cache that can", fix)
+        return ok("launcher", f"none; with ccache, repeated builds take a fraction of the time: {fix}")
     text = f"{tools.launcher.path.name} {tools.launcher.version}, {tools.launcher.path}"
     if stats.hits is None or stats.misses is None:
         return ok("launcher", f"{text}; {stats.note}" if stats.note else text)
@@ -113,9 +115,9 @@ def launcher(tools: Toolchain, stats: LauncherFact, installer: str, wish: str | 
         return ok("launcher", f"{text}, not used yet")
     rate = stats.hits / compiles
     text = f"{text}, hit rate {rate:.0%} of {compiles} compiles"
-    if compiles >= _LEAST_COMPILES and rate < _POOR_HIT_RATE:
-        fix = f"{tools.launcher.path.name} -s   # a cache that is too small or not kept between runs is the usual cause"
-        return warn("launcher", text, "compiles that are found again", fix)
+    if compiles >= _LEAST_COMPILES and rate < _POOR_HIT_RATE and stats.cleanups:  # without, what was compiled may be all new, as in a first build
+        fix = f"{tools.launcher.path.name} --max-size 20G"
+        return warn("launcher", f"{text}, made room {stats.cleanups} times", "a cache that holds what is compiled again", fix)
     return ok("launcher", text)
 
 

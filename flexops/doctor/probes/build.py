@@ -51,7 +51,7 @@ def read_ccache(text: str) -> LauncherFact:
     if not counts:
         return LauncherFact(note="it gives no statistics")
     hits = sum(counts.get(name, 0) for name in ("direct_cache_hit", "preprocessed_cache_hit"))
-    return LauncherFact(hits, counts.get("cache_miss", 0))
+    return LauncherFact(hits, counts.get("cache_miss", 0), counts.get("cleanups_performed", 0))
 
 
 def _sccache(path: str) -> LauncherFact:
