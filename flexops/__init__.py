@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .ops.norm import layer_norm as layer_norm
     from .ops.norm import rms_norm as rms_norm
     from .ops.norm_quantized import rms_norm_quantized as rms_norm_quantized
+    from .ops.quant import QuantizedTensor as QuantizedTensor
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
@@ -81,6 +82,7 @@ _PUBLIC = {
     "add_layer_norm": "ops.norm",
     "add_rms_norm": "ops.norm",
     "rms_norm_quantized": "ops.norm_quantized",
+    "QuantizedTensor": "ops.quant",
     "quantize": "ops.quant",
     "dequantize": "ops.quant",
     "rotary_embedding": "ops.rope",
@@ -90,6 +92,7 @@ _NEED_TORCH = ("optim", "ops")
 __all__ = [
     "FallbackWarning",
     "OpStatus",
+    "QuantizedTensor",
     "__version__",
     "adagrad_",
     "adam8bit_",

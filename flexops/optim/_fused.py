@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..ops._multi_tensor import split_lr
+from ..ops._multi_tensor import PARAM_DTYPES, split_lr
 from ..ops._torch import below_autograd, builtin, not_compiled
 
 _NONE = type(None)
 PLAIN_TYPES = {torch.nn.Parameter, Tensor}
-_is_sparse = operator.attrgetter("is_sparse")
+_is_sparse, _dtype = operator.attrgetter("is_sparse"), operator.attrgetter("dtype")
+_TAKEN = {*PARAM_DTYPES, torch.complex64}
 
 
 class Bucket:
@@ -73,7 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Make the step of all tensors of a bucket."""
 
     _joined: Mapping[Tensor, tuple[list[Tensor], Tensor]] = {}
-    """By the first of the parameters: step counts that are elements of one tensor, and that tensor."""
+    """By the first of the parameters: step counts that lie in memory as the elements of one tensor, and that tensor."""
 
     _may_be_mixed = False  # once parameters were found to be on several devices, complex or the like
 
@@ -102,27 +103,48 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @not_compiled  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
     def _step_groups(self) -> None:
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         stored = _Stored(self.state)
-        for group in self.param_groups:
-            self._step_group(group, stored, grad_scale, found_inf)
+        steps = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group, stored)]
+        for group, bucket in steps[1:]:  # an operator judges what it is given before it touches anything: the first one need not be looked at
+            if _is_tensor_of_many(group["lr"]) or not set(map(_dtype, bucket.grads)) <= _TAKEN or any(map(_is_sparse, bucket.grads)):
+                self._judge(group, bucket)
+        for group, bucket in steps:
+            self._step(group, bucket)
 
-    def _step_group(self, group: dict[str, Any], stored: _Stored, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        def step(bucket: Bucket) -> None:
-            device = bucket.params[0].device
-            bucket.steps = self._joined_steps(bucket)
-            self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
+    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+        try:
+            self._step_plain(group, bucket)
+        except (RuntimeError, TypeError):
+            # To look at every parameter before every step would cost as much as the step. The operators look, before they touch anything.
+            if self._may_be_mixed or _is_uniform(bucket):
+                self._judge(group, bucket)
+                raise
+            self._may_be_mixed = True
+            parts = list(self._split(bucket))
+            for part in parts:
+                self._judge(group, part)
+            for part in parts:
+                self._step_plain(group, part)
 
-        for bucket in self._buckets(group, stored):
-            try:
-                step(bucket)
-            except (RuntimeError, TypeError, NotImplementedError):
-                # To look at every parameter before every step would cost as much as the step. The operators look, before they touch anything.
-                if self._may_be_mixed or _is_uniform(bucket):
-                    raise
-                self._may_be_mixed = True
-                for part in self._split(bucket):
-                    step(part)
+    def _step_plain(self, group: dict[str, Any], bucket: Bucket) -> None:
+        device = bucket.params[0].device
+        bucket.steps = self._joined_steps(bucket)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
+
+    def _judge(self, group: dict[str, Any], bucket: Bucket) -> None:
+        """Raise if the operator would refuse these tensors; complex ones may still be undivided."""
+        kind = type(self).__name__
+        if _is_tensor_of_many(group["lr"]):
+            raise ValueError("Tensor lr must be 1-element")
+        for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads, strict=True):
+            if grad.layout != torch.strided:
+                raise RuntimeError(f"flexops.optim.{kind} does not support sparse gradients; torch.optim.{'SparseAdam' if 'Adam' in kind else 'Adagrad'} does")
+            for tensor, of in ((param, ""), (grad, ".grad")):
+                if tensor.dtype not in _TAKEN:
+                    where = f"param_groups[{_index(self.param_groups, group)}]: params[{_index(group['params'], owner)}]{of}"
+                    found = str(tensor.dtype).removeprefix("torch.")
+                    raise TypeError(f"flexops.optim.{kind}: {where} must be float32, bfloat16 or float16, got {found}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and steps move to their parameters' devices."""
@@ -152,15 +174,15 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._join_steps(params, [self.state[param] for param in params])
 
     def _join_steps(self, params: list[Tensor], states: list[dict[str, Any]]) -> None:
-        """Make the counts of parameters that are stepped by one call the elements of one tensor: handed over one by one, they cost as much as the
-        gradients. Only new states may be replaced: to others' memory a captured CUDA graph may point."""
+        """Make the counts of parameters that are stepped by one call neighbours in memory, which one tensor can tell of: handed over one by one, they
+        cost as much as the gradients. Only new states may be replaced: to others' memory a captured CUDA graph may point."""
         alike: dict[Hashable, list[int]] = {}
         for i, (kind, state) in enumerate(zip(self._kinds(params, states), states, strict=True)):
             if "step" in state and state["step"].dim() == 0:
                 alike.setdefault((kind, state["step"].device), []).append(i)
         for places in alike.values():
             joined = torch.stack([states[i]["step"] for i in places])
-            elements = [joined[k] for k in range(len(places))]
+            elements = _elements(joined)
             for i, element in zip(places, elements, strict=True):
                 states[i]["step"] = element
             self._joined = {**self._joined, params[places[0]]: (elements, joined)}
@@ -221,9 +243,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Several devices, DTensors, complex numbers: one bucket for each device, of plain tensors."""
         buckets: dict[torch.device, Bucket] = {}
         for i, (param, grad) in enumerate(zip(mixed.params, mixed.grads, strict=True)):
-            if grad.layout != torch.strided:
-                theirs = "SparseAdam" if "Adam" in type(self).__name__ else "Adagrad"
-                raise RuntimeError(f"flexops.optim.{type(self).__name__} does not support sparse gradients; torch.optim.{theirs} does")
             bucket = buckets.setdefault(param.device, Bucket(mixed.kind))
             bucket.owners.append(param)
             bucket.params.append(plain(param))
@@ -231,6 +250,16 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             for name, states in mixed.states.items():
                 bucket.states.setdefault(name, []).append(plain(states[i]))
         return buckets.values()
+
+
+def _elements(joined: Tensor) -> list[Tensor]:
+    """Each as a tensor with a storage of its own, though their memory is the whole's: nobody who saves, moves or resizes one finds the others in it."""
+    storage, size = joined.untyped_storage(), joined.element_size()
+    return [joined.new_empty(0).set_(storage[at : at + size], 0, (), ()) for at in range(0, len(joined) * size, size)]
+
+
+def _index(things: list[Any], one: Any) -> int:
+    return next(i for i, thing in enumerate(things) if thing is one)
 
 
 def run(op: Any, *args: Any, **numbers: Any) -> Any:
@@ -317,6 +346,10 @@ def _is_uniform(bucket: Bucket) -> bool:
     """Whether an operator takes the tensors in one call: real numbers on one device, gradients that are dense."""
     alike = len({param.device for param in bucket.params}) == 1 and not any(map(Tensor.is_complex, bucket.params))
     return alike and not any(map(_is_sparse, bucket.grads))
+
+
+def _is_tensor_of_many(rate: float | Tensor) -> bool:
+    return isinstance(rate, Tensor) and rate.numel() != 1
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -31,6 +31,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
 
     Raises:
         ValueError: an option is out of range or not supported.
+        RuntimeError: ``foreach`` and ``fused`` are both True.
     """
 
     _states = ("step", "sum")
@@ -51,7 +52,9 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     ) -> None:
         if differentiable:
             raise ValueError("flexops.optim.Adagrad: differentiable=True is not supported; use torch.optim for it")
-        torch.optim.Adagrad.__init__(self, params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize=maximize)
+        if foreach and fused:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize=maximize)
         for group in self.param_groups:
             group["fused"] = fused
             for param in group["params"]:  # torch has made states already, of the parameters' dtypes and with steps on the CPU

@@ -25,30 +25,46 @@ class _FusedAdam(FusedOptimizer):
             raise ValueError(f"flexops.optim.{type(self).__name__}: differentiable=True is not supported; use torch.optim for it")
         if any(isinstance(beta, Tensor) for beta in betas):
             raise ValueError(f"flexops.optim.{type(self).__name__}: betas must be floats, not tensors")
-        self._copies = self._make_copies(copies)
+        params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
+        self._copy_dtype = copies if isinstance(copies, torch.dtype) else None
+        self._each_copied = isinstance(copies, Sequence)
+        if isinstance(copies, Sequence) and len(copies) != len(params):
+            raise ValueError(f"flexops.optim.{type(self).__name__}: copies must hold {len(params)} tensors, one for each parameter, got {len(copies)}")
+        self._copies = dict(zip(params, copies, strict=True)) if isinstance(copies, Sequence) else dict(copies) if isinstance(copies, Mapping) else {}
+        self._copy(params)
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:
         """The low-precision copy of each parameter that has one."""
         return self._copies
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("_copies", {})
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ("_copies", "_copy_dtype", "_each_copied")}}
 
-    def _make_copies(self, copies: Copies | None) -> dict[Tensor, Tensor]:
-        if copies is None:
-            return {}
-        params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
-        if isinstance(copies, torch.dtype):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_copies": {}, "_copy_dtype": None, "_each_copied": False} | state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for ``torch.optim``. The parameters get copies if a dtype says which; where each parameter's copy was given, ``copies`` must hold theirs."""
+        super().add_param_group(param_group)
+        if "_copies" not in self.__dict__:
+            return  # torch's constructor comes here, too
+        try:
+            self._copy(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _copy(self, params: list[Tensor]) -> None:
+        """Make copies, if it is told of which dtype; see that there are copies, if each parameter must have one."""
+        where = f"flexops.optim.{type(self).__name__}"
+        if self._copy_dtype is not None:
             if any(param.is_complex() for param in params):
-                raise ValueError(f"flexops.optim.{type(self).__name__}: a complex parameter has no copy in {copies}")
-            return {param: param.detach().to(copies, copy=True) for param in params}
-        if isinstance(copies, Mapping):
-            return dict(copies)
-        if len(copies) != len(params):
-            raise ValueError(f"flexops.optim.{type(self).__name__}: copies must hold {len(params)} tensors, one for each parameter, got {len(copies)}")
-        return dict(zip(params, copies, strict=True))
+                raise ValueError(f"{where}: a complex parameter has no copy in {self._copy_dtype}")
+            self._copies.update({param: param.detach().to(self._copy_dtype, copy=True) for param in params})
+        for index, param in enumerate(params if self._each_copied else ()):
+            if param not in self._copies:
+                raise ValueError(f"{where}: params[{index}] of the new group has no copy, as the others have: set optimizer.copies[param] before")
 
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         averages = {name: full_state(param) for name in self._states[1 : 4 if group["amsgrad"] else 3]}
@@ -97,7 +113,7 @@ _OPTIONS = """
         copies: None, or a copy of the parameters in a second dtype that every step brings up to date in the same pass over memory, for training
             with parameters and states offloaded to the CPU: a dtype such as ``torch.bfloat16`` (the optimizer then makes the copies), one
             tensor for each parameter in order, or a mapping from parameters to tensors. The property ``copies`` maps each parameter to its copy.
-            Copies are not part of the state dict.
+            Copies are not part of the state dict; they travel with the optimizer, copied or pickled.
 
     Raises:
         ValueError: an option is out of range or not supported, or a complex parameter is to have a copy.
@@ -129,7 +145,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         copies: Copies | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
-        torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_decoupled(decoupled_weight_decay)
         self._set_up(copies, differentiable, betas)
 
@@ -164,5 +180,5 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         copies: Copies | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
-        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_up(copies, differentiable, betas)

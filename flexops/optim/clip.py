@@ -16,6 +16,7 @@ from ..ops._multi_tensor import PARAM_DTYPES
 from ..ops.grad_norm import clip_grads_, grad_norm
 from ._fused import is_distributed, moved, plain, sharded_dimensions
 
+_torchs = torch.nn.utils.clip_grad_norm_  # as it is now: some put ours in its place
 _PLAIN_TYPES = {Tensor}
 _TAKEN = {(dtype, torch.strided) for dtype in PARAM_DTYPES}
 _kind = operator.attrgetter("dtype", "layout")
@@ -60,7 +61,7 @@ def clip_grad_norm_(
     if not grads:
         return torch.zeros(())
     if not norm_type > 0 or not set(map(_kind, grads)) <= _TAKEN:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     groups = _groups(grads)
     norm = _total([_norm(group, norm_type) for group in groups.items()], norm_type, grads[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):

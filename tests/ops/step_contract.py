@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import os
 import pickle
 import subprocess
@@ -595,8 +596,37 @@ class StepContract:
             self.optimizer([param]).step()
         param = torch.nn.Parameter(torch.randn(100, 60, dtype=torch.float64))
         param.grad = torch.ones_like(param)
-        with pytest.raises((TypeError, RuntimeError), match=r"params\[0\] must be float32, bfloat16 or float16, got float64"):
+        with pytest.raises(TypeError, match=r"params\[0\] must be float32, bfloat16 or float16, got float64"):
             self.optimizer([param]).step()
+
+    @pytest.mark.parametrize("wrong", ["dtype", "complex", "sparse", "rate"])
+    def test_no_group_is_stepped_if_one_cannot_be(self, wrong: str) -> None:
+        params = make_params("cpu", shapes=[(3, 4), (4, 3), (5, 3)])
+        optimizers = [self.optimizer([{"params": params[:1]}, {"params": params[1:]}]), self.optimizer(params)]
+        if wrong in ("dtype", "complex"):  # as model.double() does it
+            params[2].data = params[2].data.to(torch.float64 if wrong == "dtype" else torch.complex128)
+        set_grads(params, seed=0)
+        if wrong == "sparse":
+            params[2].grad = torch.eye(5, 3).to_sparse()
+        if wrong == "rate":
+            del optimizers[1]
+            optimizers[0].param_groups[1]["lr"] = torch.tensor([0.1, 0.2])
+        before = [param.detach().clone() for param in params]
+        error, text = {"sparse": (RuntimeError, "sparse gradients"), "rate": (ValueError, "1-element")}.get(wrong, (TypeError, r"params\[[12]\] must be"))
+        for optimizer in optimizers:
+            for _ in range(2):
+                with pytest.raises(error, match=text):
+                    optimizer.step()
+            assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+            assert all(state["step"] == 0 for state in optimizer.state.values() if "step" in state)
+
+    def test_each_step_count_has_its_own_storage(self) -> None:
+        params = make_params("cpu")
+        optimizer = self.optimizer(params)
+        step_alike(2, (params, optimizer))
+        counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+        assert all(count.untyped_storage().nbytes() == 4 and count == 2 for count in counts)
+        assert len({count.untyped_storage().data_ptr() for count in counts}) == len(counts)
 
     def test_complex_parameters_step_as_pairs(self) -> None:
         param = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
@@ -784,6 +814,25 @@ class TorchStepContract(StepContract):
         self.step.optimizer([{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.3}], lr=torch.tensor(0.1))
         with pytest.raises(ValueError, match="differentiable=True is not supported"):
             self.step.optimizer(params, differentiable=True)
+
+    def test_torch_refuses_the_same_options(self) -> None:
+        flags = [flag for flag in ("foreach", "fused", "capturable", "maximize") if flag in inspect.signature(self.oracle).parameters]
+        for values in itertools.product((False, True), repeat=len(flags)):
+            for lr in (0.1, torch.tensor(0.1)):
+                outcomes = []
+                for kind in (self.step.optimizer, self.oracle):
+                    try:
+                        kind(make_params("cpu"), lr=lr, **dict(zip(flags, values, strict=True)))
+                        outcomes.append(None)
+                    except (RuntimeError, ValueError) as error:
+                        outcomes.append((type(error), str(error)))
+                assert outcomes[0] == outcomes[1], (flags, values, lr)
+
+    def test_torch_class_may_be_put_in_place_of_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.optim, self.oracle.__name__, self.step.optimizer)
+        params = make_params("cpu")
+        optimizer = getattr(torch.optim, self.oracle.__name__)(params)
+        step_alike(1, (params, pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))), (params, optimizer))
 
     @ON_BOTH
     @pytest.mark.parametrize("unscale", [False, True])

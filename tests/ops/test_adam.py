@@ -163,9 +163,34 @@ def test_copies_follow_the_parameters(how: str, device: str) -> None:
         optim.AdamW(params, copies=own[:2])
 
 
-def test_copies_do_not_travel_with_the_optimizer() -> None:
-    optimizer = optim.Adam(make_params("cpu"), lr=0.1, copies=torch.bfloat16)
-    assert copy.deepcopy(optimizer).copies == pickle.loads(pickle.dumps(optimizer)).copies == {}
+@pytest.mark.parametrize("how", ["dtype", "list"])
+def test_copies_travel_with_the_optimizer(how: str) -> None:
+    params = make_params("cpu", shapes=[(5,), (4, 3)])
+    optimizer = optim.AdamW(params, lr=0.1, copies=torch.bfloat16 if how == "dtype" else [param.detach().bfloat16() for param in params])
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        theirs = other.param_groups[0]["params"]
+        set_grads(theirs, seed=0)
+        other.step()
+        assert list(map(id, other.copies)) == list(map(id, theirs))
+        assert all(torch.equal(written, param.bfloat16()) for param, written in other.copies.items())
+        assert all(torch.equal(written, param.bfloat16()) for param, written in optimizer.copies.items())  # which have not moved
+
+
+def test_copies_of_parameters_that_come_later() -> None:
+    first, second = make_params("cpu", shapes=[(5,), (4, 3)])
+    optimizer = copy.deepcopy(optim.AdamW([first], lr=0.1, copies=torch.bfloat16))
+    optimizer.add_param_group({"params": second})
+    set_grads([second], seed=0)
+    optimizer.step()
+    assert torch.equal(optimizer.copies[second], second.bfloat16())
+    optimizer = optim.AdamW([first], lr=0.1, copies=[first.detach().bfloat16()])
+    with pytest.raises(ValueError, match=r"params\[0\] of the new group has no copy.*optimizer.copies"):
+        optimizer.add_param_group({"params": [second]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.copies[second] = second.detach().bfloat16()
+    optimizer.add_param_group({"params": [second]})
+    optimizer.step()
+    assert torch.equal(optimizer.copies[second], second.bfloat16())
 
 
 # --- what else is special ---------------------------------------------------------------------------------------------------------------------

@@ -155,6 +155,13 @@ def test_what_flexops_does_not_take_is_left_to_torch() -> None:
     torch.testing.assert_close(optim.clip_grad_norm_(params, 0.5, 0.0), torch.nn.utils.clip_grad_norm_(expected, 0.5, 0.0))
 
 
+def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, expected = (with_grads([*make("cpu"), torch.ones(3, dtype=torch.float64)]) for _ in range(2))
+    wanted = torch.nn.utils.clip_grad_norm_(expected, 0.5)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(params, 0.5), wanted)
+
+
 def test_wrong_arguments_are_named() -> None:
     grads: list[Any] = make("cpu")
     with pytest.raises(ValueError, match=r"flexops::grad_norm: norm_type must be more than 0 .*got -1"):

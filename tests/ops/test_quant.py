@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexops
+from flexops import QuantizedTensor
 from flexops.ops import quant as quant_module
-from flexops.ops.quant import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quant_cases import DTYPES, assert_same, draw_input, draw_options
