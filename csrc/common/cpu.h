@@ -49,10 +49,9 @@ enum class Isa { baseline, avx2, avx512 };
 #if !defined(FLEXOPS_ISA) && !defined(__CUDACC__) && !defined(__HIPCC__)  // the binding's part: neither kernels nor launchers ask
 
 namespace detail {
-inline Isa detect_isa() {
+/// The best level of this CPU that is not above the limit, if there is one.
+inline Isa detect_isa([[maybe_unused]] const char* limit) {
 #if FLEXOPS_HAS_ISA_LEVELS
-  // FLEXOPS_CPU_ISA is an upper bound (flexops/settings.py documents and checks it): the tests use it to run every level.
-  const char* limit = getenv("FLEXOPS_CPU_ISA");
   const bool no_avx512 = limit && (!strcmp(limit, "avx2") || !strcmp(limit, "baseline"));
   const bool no_avx2 = limit && !strcmp(limit, "baseline");
   __builtin_cpu_init();  // the checks below include the operating system's support for the registers
@@ -66,10 +65,16 @@ inline Isa detect_isa() {
 }
 }  // namespace detail
 
-/// The best level of this CPU, found once.
-inline Isa cpu_isa() {
-  static const Isa isa = detail::detect_isa();
+/// The level that calls run, found once: the best of this CPU, FLEXOPS_CPU_ISA being an upper bound (flexops/settings.py checks it).
+inline Isa& cpu_isa() {
+  static Isa isa = detail::detect_isa(getenv("FLEXOPS_CPU_ISA"));
   return isa;
+}
+
+/// The same for tests, which run every level in one process: a limit changes it.
+extern "C" [[gnu::used, gnu::visibility("default")]] inline int flexops_cpu_isa(const char* limit) {
+  if (limit) cpu_isa() = detail::detect_isa(limit);
+  return static_cast<int>(cpu_isa());
 }
 
 #endif

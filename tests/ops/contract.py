@@ -14,20 +14,22 @@ A test file says what an operator is, once for each way to call it, and gets the
         )
 
 The promises: ``torch.library.opcheck``; ``torch.compile(fullgraph=True)`` with fixed and with any sizes, forward and backward; gradcheck in float64 on
-the reference; native results and gradients as the reference and float64 have them, with an error no larger than torch's own kernel's; autocast; any
-strides, broadcast, misaligned and empty tensors; the same bits twice; refusals that name the argument; CUDA graphs, streams, several GPUs, more than
-2^31 elements.
+the reference; native results and gradients as the reference and float64 have them, at every level of instructions that the CPU has, with an error no
+larger than torch's own kernel's; autocast; any strides, broadcast, misaligned and empty tensors; the same bits twice; refusals that name the argument;
+CUDA graphs, streams, several GPUs, more than 2^31 elements.
 
 ``FLEXOPS_TEST_ACCURACY=FILE pytest tests/ops`` appends each measured error to FILE; ``python tests/ops/contract.py FILE`` prints it as tables.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -38,6 +40,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import flexops
 from flexops.bench.reference import OnReference
 from flexops.ops import _register
 
@@ -319,6 +322,37 @@ def _pooled(draws: list[tuple[float, float]]) -> tuple[float, float]:
     return max(largest for largest, _ in draws), sum(mean for _, mean in draws) / len(draws)
 
 
+# ---- instruction sets ----------------------------------------------------------------------------------------------------------------------
+
+
+ISA_LEVELS = ("baseline", "avx2", "avx512")
+
+
+@contextmanager
+def isa_limit(level: str) -> Iterator[int]:
+    """Inside, CPU kernels use no more than this; gives the number of the level that they do use on this machine."""
+    libraries = [ctypes.CDLL(str(one.path)) for one in flexops.status() if one.device == "cpu" and one.path]
+    try:
+        used = {library.flexops_cpu_isa(level.encode()) for library in libraries}
+        assert len(used) == 1, "load the library first"
+        yield used.pop()
+    finally:
+        for library in libraries:
+            library.flexops_cpu_isa(ISA_LEVELS[-1].encode())
+
+
+def at_each_isa(device: str) -> Iterator[AbstractContextManager[object]]:
+    """On the CPU a context for each level that the machine has, the best one last; elsewhere one for what there is."""
+    if device != "cpu":
+        yield nullcontext()
+        return
+    for number, level in enumerate(ISA_LEVELS):
+        with isa_limit(level) as used:
+            there = used == number
+        if there:
+            yield isa_limit(level)
+
+
 # ---- layouts -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -425,14 +459,16 @@ class Contract:
     def test_native_is_what_the_reference_is(self, case: Case, device: str, dtype: torch.dtype) -> None:
         for shape in case.shapes:
             args = case.inputs(Make(dtype, device), shape)
-            actual = run(case.call, args, case.differentiable)
             with OnReference():
                 expected = run(case.call, args, case.differentiable)
-            if case.same_bits:
-                assert_same(actual, expected)
-            assert_near(actual, expected, what=f"{shape}")
-            assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
-            assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+            for isa in at_each_isa(device):
+                with isa:
+                    actual = run(case.call, args, case.differentiable)
+                    if case.same_bits:
+                        assert_same(actual, expected)
+                    assert_near(actual, expected, what=f"{shape}")
+                assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
+                assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
 
     def test_gradients_are_float64s(self, case: Case, device: str, dtype: torch.dtype) -> None:
         """Of each argument alone too, because then the backward kernel makes less."""
@@ -506,7 +542,10 @@ class Contract:
             for shape in case.shapes[:2]:
                 args = _laid_out(case.inputs(Make(dtype, device), shape), LAYOUTS[layout])
                 plain = tuple(arg.contiguous().clone() if isinstance(arg, Tensor) else arg for arg in args)
-                assert_near(run(case.call, args, case.differentiable), run(case.call, plain, case.differentiable), what=f"{shape} {layout}")
+                expected = run(case.call, plain, case.differentiable)
+                for isa in at_each_isa(device):
+                    with isa:
+                        assert_near(run(case.call, args, case.differentiable), expected, what=f"{shape} {layout}")
 
     def test_gradients_of_any_strides(self, case: Case, device: str) -> None:
         """What comes back to an operator is often expanded (from a sum) or transposed."""

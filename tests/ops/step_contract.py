@@ -11,10 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,12 +20,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from contract import other_devices
+from contract import ISA_LEVELS, isa_limit, other_devices
 from torch import Tensor
 
 from flexops import optim
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
 from flexops.ops.adam8bit import blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -639,19 +635,12 @@ class StepContract:
                 optimizer.step()
         torch.testing.assert_close(torch.view_as_real(param), pair)
 
-    @pytest.mark.parametrize("isa", ["baseline", "avx2"])  # the best one is what every other test runs
+    @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
     def test_lower_instruction_sets(self, isa: str) -> None:
-        module = type(self).__module__
-        program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import {module} as m; m.{type(self).__name__}().check_isa()"
-        subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "FLEXOPS_CPU_ISA": isa}, timeout=300)
-
-    def check_isa(self) -> None:
-        """Run in a process of its own: the instruction set is chosen once."""
-        assert loader.ensure(self.step.family, "cpu")
-        torch.set_num_threads(1)
-        for param_dtype, grad_dtype in zip(DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True):
-            self.test_native_is_what_the_reference_is(param_dtype, grad_dtype, False, "cpu")
-        self.test_large_tensor_in_pieces("cpu")
+        with isa_limit(isa):
+            for param_dtype, grad_dtype in zip(DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True):
+                self.test_native_is_what_the_reference_is(param_dtype, grad_dtype, False, "cpu")
+            self.test_large_tensor_in_pieces("cpu")
 
     # -- CUDA
 

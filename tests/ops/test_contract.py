@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import torch
-from contract import Case, Contract, Make, Shape
+from contract import ISA_LEVELS, Case, Contract, Make, Shape
 from torch import Tensor
 
 import flexops
@@ -38,6 +42,14 @@ def plain_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * grad * grad
     denominator = exp_avg_sq.sqrt() / (1 - 0.999**step).sqrt() + 1e-8
     return (param * (1 - 1e-3) - 1e-2 / (1 - 0.9**step) * exp_avg / denominator).to(param.dtype), exp_avg, exp_avg_sq, step
+
+
+def test_the_environment_limits_the_instruction_set() -> None:
+    program = "import ctypes, torch, flexops; flexops.swiglu(torch.ones(2)); library = next(one.path for one in flexops.status() if one.path)\n"
+    program += "print(ctypes.CDLL(str(library)).flexops_cpu_isa(None))"
+    for number, level in enumerate(ISA_LEVELS[:2]):
+        run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"FLEXOPS_CPU_ISA": level}, capture_output=True, text=True, check=True)
+        assert int(run.stdout) <= number
 
 
 class TestQuant(Contract):

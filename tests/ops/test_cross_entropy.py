@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import Case, Contract, Make, Refusal, Shape
+from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
 from torch import Tensor
 
 import flexops
@@ -165,14 +163,12 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
         assert_near(written, expected)
 
 
-@pytest.mark.parametrize("level", ["baseline", "avx2"])
+@pytest.mark.parametrize("level", ISA_LEVELS[:2])
+@pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:
     """The levels that this machine would not choose by itself."""
-    test = f"{__file__}::test_cpu_gives_what_the_reference_gives"
-    environment = {**os.environ, "FLEXOPS_CPU_ISA": level, "FLEXOPS_TEST_CACHE": os.environ["FLEXOPS_CACHE_DIR"]}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{test}[1]"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    with isa_limit(level):
+        test_cpu_gives_what_the_reference_gives(1)
 
 
 # ---- against torch -------------------------------------------------------------------------------------------------------------------------

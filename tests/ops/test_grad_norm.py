@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from contract import ISA_LEVELS, isa_limit
 from step_contract import DTYPES, LAYOUTS, ON_BOTH, SHAPES, needs_mutable_lists
 from torch import Tensor
 
@@ -201,23 +199,14 @@ def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
 
 
-_ISA_PROGRAM = """
-import sys; sys.path.insert(0, {here!r})
-import test_grad_norm as t, torch
-from flexops.op_builder import loader
-assert loader.ensure("grad_norm", "cpu")
-for dtype in t.DTYPES:
-    for norm_type in t.NORMS:
-        t.test_norm_is_float64s(dtype, norm_type, "cpu")
-        if (dtype, norm_type) != (torch.float16, 0.5):
-            t.test_clips_as_torch_does(dtype, norm_type, 0.5, "cpu")
-"""
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])  # the best one is what every other test runs
+@pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 def test_lower_instruction_sets(isa: str) -> None:
-    program = _ISA_PROGRAM.format(here=os.path.dirname(__file__))
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "FLEXOPS_CPU_ISA": isa}, timeout=300)
+    with isa_limit(isa):
+        for dtype in DTYPES:
+            for norm_type in NORMS:
+                test_norm_is_float64s(dtype, norm_type, "cpu")
+                if (dtype, norm_type) != (torch.float16, 0.5):
+                    test_clips_as_torch_does(dtype, norm_type, 0.5, "cpu")
 
 
 @pytest.mark.gpu

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from flexops import QuantizedTensor
 from flexops.ops import quant as quant_module
 
 sys.path.insert(0, str(Path(__file__).parent))
+from contract import ISA_LEVELS, isa_limit
 from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -253,19 +252,12 @@ def test_native_gives_the_references_bits(block: int) -> None:
         compare_with_reference(seed)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
 def test_every_isa_gives_the_references_bits(isa: str) -> None:
-    """In a process each, because the level is chosen once."""
-    code = (
-        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "import test_quant\n"
-        "from flexops.op_builder import loader\n"
-        "assert loader.ensure('quant', 'cpu')\n"
-        "for seed in range(1000, 1100): test_quant.compare_with_reference(seed)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], env=os.environ | {"FLEXOPS_CPU_ISA": isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    with isa_limit(isa):
+        for seed in range(1000, 1100):
+            compare_with_reference(seed)
 
 
 @pytest.mark.usefixtures("native")
