@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import toolchain
-from ..errors import CompileError, FlexopsError, ToolchainError
+from ..compute_capability import parse_arch_list
+from ..errors import ArchitectureError, CompileError, FlexopsError, ToolchainError
 from ..op_builder import catalog
 from ..settings import Settings
 from . import machine
@@ -139,10 +140,13 @@ def run(
 
     Raises:
         FlexopsError: there is no rung of that id, or ``earlier`` was measured on something else.
+        ArchitectureError: ``architecture`` is not understood, or several.
         ToolchainError: there is no torch, host compiler, ninja or CUDA toolkit here.
     """
     if unknown := set(only) - {rung.id for rung in RUNGS}:
         raise FlexopsError(f"there is no rung called {', '.join(sorted(unknown))}", required=", ".join(rung.id for rung in RUNGS))
+    if len(chosen := parse_arch_list(architecture)) != 1:
+        raise ArchitectureError("the rungs with one architecture are for one", found=" ".join(map(str, chosen)), required="such as 9.0")
     tools = toolchain.discover(settings, device="cuda")
     if error := toolchain.missing(tools, "cuda"):
         raise error

@@ -18,9 +18,11 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
     """Measure every case of the ops called ``ops``, by family or by function (none: all).
 
     Raises:
-        FlexopsError: an op has no cases, or its native library is not there (a reference timed as flexops would mislead).
+        FlexopsError: an op has no cases, there is no such device or mode of torch.compile here, or an op's native library is not there (a reference
+            timed as flexops would mislead).
     """
     chosen = sources(ops)
+    _check(setup)
     _keep_graphs()
     copy = timing.copy_bandwidth(setup.device)
     timings: list[Timing] = []
@@ -37,6 +39,15 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
             case.contenders.clear()
         _release(setup.device)
     return Results(copy, tuple(timings), tuple(absent))
+
+
+def _check(setup: Setup) -> None:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if setup.device not in devices:
+        found = setup.device if setup.device != "cuda" else f"cuda, and torch {torch.__version__} sees no GPU"
+        raise FlexopsError("there is no such device to measure on", found=found, required=" or ".join(devices), fix="leave --device away, or flexops doctor")
+    if setup.compile and setup.compile not in (modes := list(torch._inductor.list_mode_options())):
+        raise FlexopsError("torch.compile has no such mode", found=setup.compile, required=", ".join([*modes, "off"]), fix="--compile default")
 
 
 def _measure(case: Case, device: str, copy: float, absent: list[tuple[str, str, str]]) -> Iterator[Timing]:

@@ -45,9 +45,9 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
     handles: dict[str, Any] = {}
     for number, (name, found) in enumerate(panels.items()):
         handles |= _panel(figure.add_subplot(1, len(panels), number + 1), name, found, tallest)
-    figure.suptitle(title, x=0.01, ha="left")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=min(len(handles), 4), fontsize=8, frameon=False)
     figure.supxlabel("\n".join(textwrap.wrap(note, 210)), fontsize=7, color="#57606a", x=0.01, ha="left")
     try:
         figure.savefig(file, dpi=130)

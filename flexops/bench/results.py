@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ..errors import FlexopsError
 
 FLEXOPS = "flexops"
 LEVEL = 1.02
@@ -70,6 +72,15 @@ class Results:
     def from_dict(data: dict[str, Any]) -> Results:
         absent = tuple((item["case"], item["contender"], item["reason"]) for item in data.get("absent", ()))
         return Results(data["copy_bandwidth"], tuple(Timing(**item) for item in data["timings"]), absent)
+
+    def only(self, names: Collection[str]) -> Results:
+        """What is about the ops called ``names``, by family or by function; raises ``FlexopsError`` for a name that nothing here is about."""
+        known = {name for item in self.timings for name in (item.op, item.function)}
+        if unknown := sorted(set(names) - known):
+            raise FlexopsError(f"nothing was measured of {', '.join(unknown)}", required=", ".join(sorted(known)), fix="leave --op away")
+        timings = tuple(item for item in self.timings if {item.op, item.function} & set(names))
+        cases = {item.case for item in timings}
+        return Results(self.copy, timings, tuple(item for item in self.absent if item[0] in cases))
 
     def groups(self) -> Iterator[tuple[Timing, ...]]:
         """The timings of each case and part, flexops first."""

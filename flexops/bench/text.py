@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def duration(seconds: float) -> str:
     """``142 s``, ``1.09 s``, ``2.3 ms``, ``45.6 us``: three significant digits or fewer."""
@@ -19,3 +21,10 @@ def duration(seconds: float) -> str:
 def ratio(value: float, digits: int = 1) -> str:
     """``37x``, ``2.4x``, with two digits ``2.41x``."""
     return f"{value:.0f}x" if value >= 9.95 else f"{value:.{digits}f}x"
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The rows as lines of aligned columns, the first ``left`` of them set to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]

@@ -16,7 +16,7 @@ def main() -> None:
             raise
         sys.exit(f"flexops: the command line needs {error.name}\n  fix: pip install typer rich")
     try:
-        app()
+        app(prog_name="flexops")  # also for `python -m flexops`: completion is installed for the command
     except FlexopsError as error:
         print(f"flexops: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

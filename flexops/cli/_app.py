@@ -10,7 +10,7 @@ from .. import __version__
 from . import bench, build, cache, channel, doctor, image, target
 
 app = typer.Typer(
-    name="flexops", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="Fused PyTorch operators: build, check, cache, targets, benchmarks.",
 )  # fmt: skip
 app.command("build")(build.build)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .. import settings, toolchain
-from ..bench import build_ladder, build_markdown, machine, ops_markdown, ops_plot, plot
-from ..bench.build_ladder import Ladder, Measurement
+from ..bench import build_ladder, build_markdown, build_text, machine, ops_markdown, ops_plot, ops_text, plot
+from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
-from ..bench.results import LEVEL, Results
-from ..bench.text import duration, ratio
+from ..bench.results import Results
 from ..errors import FlexopsError
 from ..op_builder.cache import replace_file
 
@@ -50,6 +48,8 @@ def build(
     """
     if chart:
         plot.check(chart)
+    if earlier and (quick or only or saved):
+        raise FlexopsError("--from shows an earlier run, so there is nothing to choose", found="--quick, --rung or --save", fix="leave it away")
     ladder = _read_ladder(earlier) if earlier else _climb(arch, quick, tuple(only or ()), saved)
     if chart:
         plot.save(ladder, chart)
@@ -109,41 +109,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _show(ladder: Ladder, console: Console) -> None:
-    table = Table(title=f"One CUDA op ({ladder.op}) from source to loaded; import torch not counted", title_justify="left")
-    table.add_column("built by")
-    table.add_column("how")
-    table.add_column("time", justify="right")
-    table.add_column("against the first", justify="right")
-    rungs = [item for item in ladder.measurements if not item.rung.family]
-    slowest = next((item.seconds for item in rungs if item.seconds), None)
-    for item in rungs:
-        table.add_row(item.rung.side, item.rung.label, *_cells(item, slowest))
-    if rungs:
-        console.print(table)
-    _show_families([item for item in ladder.measurements if item.rung.family], console)
-    console.print(f"one architecture: {ladder.architecture}; all: {' '.join(ladder.architectures)}", highlight=False)
-    for name, slow, fast in build_ladder.COMPARISONS:
-        value = ladder.ratio(slow, fast)
-        if value:
-            console.print(f"{name}: {ratio(value)}", highlight=False, soft_wrap=True)
-    console.print(str(ladder.machine), highlight=False, soft_wrap=True)
-
-
-def _show_families(families: list[Measurement], console: Console) -> None:
-    if not any(item.seconds for item in families):
-        return
-    table = Table(title="Each family's CUDA library from source to loaded, cold, for one architecture", title_justify="left")
-    table.add_column("family")
-    table.add_column("time", justify="right")
-    for item in families:
-        table.add_row(item.rung.family, item.note if item.seconds is None else duration(item.seconds))
-    console.print(table)
-
-
-def _cells(item: Measurement, slowest: float | None) -> tuple[str, str]:
-    if item.seconds is None or slowest is None:
-        return "-", item.note
-    return duration(item.seconds), ratio(slowest / item.seconds)
+    for line in build_text.lines(ladder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -160,10 +127,11 @@ def ops(
     """Every op against torch's own ways to do the same, with the copy bandwidth of the same run."""
     if chart:
         plot.check(chart)
-    run = _read_run(earlier) if earlier else _measure_ops(device, tuple(op or ()), small, mode)
+    if earlier and (device or small or mode):
+        raise FlexopsError("--from shows an earlier run, so there is nothing to choose but --op", found="--device, --small or --compile", fix="leave it away")
+    run = _read_run(earlier, tuple(op or ())) if earlier else _measure_ops(device, tuple(op or ()), small, mode)
     if chart:
-        title = f"{run.device}: copy {run.results.copy / 1e9:.0f} GB/s"
-        ops_plot.save(run.results, title, str(run.machine), chart)
+        ops_plot.save(run.results, ops_text.title(run.results, run.device), str(run.machine), chart)
     if as_json:
         typer.echo(json.dumps(run.as_dict(), indent=1))
     elif as_markdown:
@@ -201,40 +169,15 @@ def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: 
     return _Run(machine.describe(toolchain.discover(settings.current(), device="cuda")), ops.device_name(where), results)
 
 
-def _read_run(file: Path) -> _Run:
+def _read_run(file: Path, names: tuple[str, ...]) -> _Run:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        return _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
+        run = _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench ops --json printed") from error
+    return replace(run, results=run.results.only(names)) if names else run
 
 
 def _show_ops(run: _Run, console: Console) -> None:
-    table = Table(title=f"{run.device}: copy {run.results.copy / 1e9:.0f} GB/s", title_justify="left")
-    for name in ("what", "part", "by", "median", "GB/s", "of copy", "against flexops"):
-        table.add_column(name, justify="left" if name in ("what", "part", "by") else "right")
-    for group in run.results.groups():
-        for number, item in enumerate(group):
-            bandwidth = (f"{item.bandwidth / 1e9:.0f}", f"{item.of_copy:.2f}") if item.bandwidth else ("", "")
-            memory = f" (+ {item.memory / 2**20:.0f} MiB)" if item.memory is not None else ""
-            heading = ("", "") if number else (item.case, item.part)
-            table.add_row(*heading, item.contender + memory, duration(item.seconds), *bandwidth, ratio(item.seconds / group[0].seconds, 2) if number else "")
-    console.print(table)
-    _show_behind(run, console)
-    for case, contender, reason in run.results.absent:
-        console.print(f"not measured: {contender} in {case}: {reason}", markup=False, highlight=False, soft_wrap=True)
-    console.print(str(run.machine), markup=False, highlight=False, soft_wrap=True)
-
-
-def _show_behind(run: _Run, console: Console) -> None:
-    behind = run.results.behind()
-    if not behind:
-        console.print("Nobody is ahead of flexops in any of these.", highlight=False)
-        return
-    table = Table(title=f"Not ahead (up to {(LEVEL - 1) * 100:.0f} % is called level)", title_justify="left")
-    for name in ("what", "part", "faster", "flexops", "theirs", "by"):
-        table.add_column(name, justify="left" if name in ("what", "part", "faster") else "right")
-    for item in behind:
-        by = "level" if item.ratio <= LEVEL else f"{(item.ratio - 1) * 100:.0f} %"
-        table.add_row(item.case, item.part, item.by, duration(item.seconds), duration(item.theirs), by)
-    console.print(table)
+    for line in (ops_text.title(run.results, run.device), "", *ops_text.lines(run.results), str(run.machine)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,82 @@
+"""The command line as a whole: help, completion, names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flexops.cli._app import app
+from flexops.errors import FlexopsError
+
+
+def commands(group: typer.Typer, *before: str) -> Iterator[tuple[str, ...]]:
+    yield before
+    for command in group.registered_commands:
+        yield (*before, command.name or getattr(command.callback, "__name__", "").replace("_", "-"))
+    for sub in group.registered_groups:
+        assert sub.typer_instance is not None
+        yield from commands(sub.typer_instance, *before, str(sub.name))
+
+
+def test_every_command_has_a_short_option_for_help() -> None:
+    found = list(commands(app))
+    assert len(found) > 25
+    for command in found:
+        short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
+        assert short.exit_code == 0, (command, short.output)
+        assert short.output == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_installed_and_completes(shell: str, tmp_path: Path, require: Callable[..., None]) -> None:
+    require(shutil.which(shell), shell, f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does")
+    command = tmp_path / "flexops"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m flexops \"$@\"\n")
+    command.chmod(0o755)
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CONFIG_HOME": str(tmp_path / ".config")}
+    done = subprocess.run([shell, "-c", "flexops --install-completion; true"], env=environment, capture_output=True, text=True, check=False)
+    assert f"{shell} completion installed" in done.stdout, done.stdout + done.stderr
+    (script,) = [path for path in tmp_path.rglob("*flexops*") if path != command]
+    assert "python" not in script.name
+    if shell == "bash":
+        ask = f"source '{script}'; COMP_WORDS=(flexops targ) COMP_CWORD=1; _flexops_completion flexops; echo \"${{COMPREPLY[@]}}\""
+    elif shell == "fish":
+        ask = f"source '{script}'; complete -C 'flexops targ'"
+    else:
+        ask = "_TYPER_COMPLETE_ARGS='flexops targ' _FLEXOPS_COMPLETE=complete_zsh flexops"
+    told = subprocess.run([shell, "-c", ask], env=environment, capture_output=True, text=True, check=False)
+    assert "target" in told.stdout, told.stdout + told.stderr
+
+
+def test_usage_names_the_command_however_it_was_started() -> None:
+    done = subprocess.run([sys.executable, "-m", "flexops", "target", "-h"], capture_output=True, text=True, check=True)
+    assert "Usage: flexops target" in done.stdout
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_list_of_targets_fits_a_terminal(width: int) -> None:
+    shown = CliRunner().invoke(app, ["target", "list"], env={"COLUMNS": str(width)}).output
+    assert max(map(len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed"),
+    [
+        (("target", "show", "cu999"), "cu130-sm90"),
+        (("target", "lock", "cu999"), "cu130"),
+        (("bench", "ops", "--op", "sqrt"), "rms_norm"),
+        (("bench", "build", "--rung", "ladder"), "flexops-cold"),
+    ],
+)
+def test_a_name_that_matches_nothing_fails_with_those_there_are(arguments: tuple[str, ...], listed: str) -> None:
+    with pytest.raises(FlexopsError) as caught:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert listed in caught.value.required
