@@ -12,9 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from .errors import SettingsError
+
+T = TypeVar("T")
 
 Fallback = Literal["allow", "warn", "forbid"]
 LogLevel = Literal["quiet", "info", "debug"]
@@ -22,7 +24,14 @@ Precompile = Literal["auto", "0", "1"]
 CpuIsa = Literal["baseline", "avx2", "avx512"]
 AotDevice = Literal["cpu", "cuda"]
 
+_COMPILER_VARIABLES = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX", "SOURCE_DATE_EPOCH"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CCC_OVERRIDE_OPTIONS"),
+    *("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_CLANG_PATH", "HIP_DEVICE_LIB_PATH"),
+)
 _DEFAULT_CACHE_BYTES = 5 * 2**30
+_DEFAULT_TIMEOUT = 3600
+_MOST_DIGITS = 9
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -54,6 +63,8 @@ class Settings:
         nvcc_threads: ``NVCC_THREADS``, threads within one nvcc.
         cpu_isa: ``FLEXOPS_CPU_ISA``: the most that CPU kernels may use: baseline, avx2 or avx512 (default: what this CPU has). The kernels read
             it themselves, once (csrc/common/cpu.h).
+        compile_timeout: ``FLEXOPS_COMPILE_TIMEOUT``: seconds after which a compiler is stopped (default 3600); 0 for never.
+        compiler_environment: (name, value) of the variables that are set and that compilers and linkers read by themselves, such as ``CPATH``.
         search_path: ``PATH``, in its order.
         conda_prefix: ``CONDA_PREFIX``, the active conda environment.
         virtual_env: ``VIRTUAL_ENV``, the active virtual environment.
@@ -85,6 +96,8 @@ class Settings:
     cuda_device_order: str = "FASTEST_FIRST"
     aot_devices: tuple[AotDevice, ...] = ()
     pch: Precompile = "auto"
+    compile_timeout: int = 3600
+    compiler_environment: tuple[tuple[str, str], ...] = ()
     cache_signing_key: Path | None = None
     cache_trusted_keys: Path | None = None
     cache_copies: Path | None = None
@@ -104,22 +117,24 @@ class Settings:
             launcher=get("FLEXOPS_COMPILER_LAUNCHER") or None,
             arch_list=get("TORCH_CUDA_ARCH_LIST", "").strip() or None,
             rocm_arch_list=get("PYTORCH_ROCM_ARCH", "").strip() or None,
-            max_jobs=_positive(environ, "MAX_JOBS"),
-            nvcc_threads=_positive(environ, "NVCC_THREADS"),
+            max_jobs=_whole(environ, "MAX_JOBS", 1, None),
+            nvcc_threads=_whole(environ, "NVCC_THREADS", 1, None),
             cpu_isa=cast(CpuIsa, _choice(environ, "FLEXOPS_CPU_ISA", "avx512", get_args(CpuIsa))),
-            cuda_home=_path(get("CUDA_HOME") or get("CUDA_PATH")),
-            rocm_home=_path(get("ROCM_HOME") or get("ROCM_PATH")),
+            cuda_home=_path(environ, "CUDA_HOME", "CUDA_PATH"),
+            rocm_home=_path(environ, "ROCM_HOME", "ROCM_PATH"),
             cxx=get("CXX") or None,
             cc=get("CC") or None,
             search_path=tuple(entry for entry in get("PATH", "").split(os.pathsep) if entry),
-            conda_prefix=_path(get("CONDA_PREFIX")),
-            virtual_env=_path(get("VIRTUAL_ENV")),
+            conda_prefix=_path(environ, "CONDA_PREFIX"),
+            virtual_env=_path(environ, "VIRTUAL_ENV"),
             cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
             cuda_device_order=get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
             aot_devices=_devices(get("FLEXOPS_AOT_DEVICES", "")),
+            compile_timeout=_whole(environ, "FLEXOPS_COMPILE_TIMEOUT", 0, _DEFAULT_TIMEOUT),
+            compiler_environment=tuple((name, value) for name in _COMPILER_VARIABLES if (value := get(name))),
             pch=cast(Precompile, _choice(environ, "FLEXOPS_PCH", "auto", get_args(Precompile))),
-            cache_signing_key=_path(get("FLEXOPS_CACHE_SIGNING_KEY")),
-            cache_trusted_keys=_path(get("FLEXOPS_CACHE_TRUSTED_KEYS")),
+            cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
+            cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
         )
 
@@ -131,12 +146,16 @@ def current() -> Settings:
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
-    if own := environ.get("FLEXOPS_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(extensions).expanduser().absolute() / "flexops"
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser().absolute() if base else Path.home() / ".cache") / "flexops"
+    if own := _path(environ, "FLEXOPS_CACHE_DIR"):
+        return own
+    if extensions := _path(environ, "TORCH_EXTENSIONS_DIR"):
+        return extensions / "flexops"
+    if base := _path(environ, "XDG_CACHE_HOME"):
+        return base / "flexops"
+    try:
+        return Path.home().absolute() / ".cache" / "flexops"
+    except (RuntimeError, FileNotFoundError):  # no HOME, and a user id that the system has no name for, as containers have them
+        return Path(environ.get("TMPDIR") or "/tmp") / f"flexops-{os.getuid()}"
 
 
 def _copies_dir(environ: Mapping[str, str]) -> Path:
@@ -157,8 +176,19 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").replace(";", " ").split()
 
 
-def _path(text: str | None) -> Path | None:
-    return Path(text).expanduser().absolute() if text else None
+def _path(environ: Mapping[str, str], *names: str) -> Path | None:
+    """The first of these variables that is set, as an absolute path."""
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    text, required, fix = environ[name], "an absolute path", f"export {name}=<an absolute path>"
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise SettingsError(f"{name} names a home directory that this system does not know", found=text, required=required, fix=fix) from None
+    except FileNotFoundError:
+        found = f"{text}, and no working directory (it has been removed)"
+        raise SettingsError(f"{name} is relative to a directory that is gone", found=found, required=required, fix=fix) from None
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, allowed: tuple[str, ...]) -> str:
@@ -168,18 +198,23 @@ def _choice(environ: Mapping[str, str], name: str, default: str, allowed: tuple[
     return value
 
 
-def _positive(environ: Mapping[str, str], name: str) -> int | None:
+def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int | T:
     text = environ.get(name, "").strip()
     if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise SettingsError(f"{name} is not a positive whole number", found=text, required="1, 2, 3, ...", fix=f"unset {name}")
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least):
+        required = f"{least}, {least + 1}, {least + 2}, ... of at most {_MOST_DIGITS} digits"
+        raise SettingsError(f"{name} is not a {'positive ' if least else ''}whole number", found=_shortened(text), required=required, fix=f"unset {name}")
     return int(text)
 
 
 def parse_size(name: str, text: str) -> int:
     """Bytes from ``"5G"``, ``"500M"``, ``"1048576"``; raises ``SettingsError`` naming ``name``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
-        raise SettingsError(f"{name} is not a size", found=text, required="bytes, or a number with K, M, G or T", fix=f"{name}=5G")
+        raise SettingsError(f"{name} is not a size", found=_shortened(text), required="bytes, or a number with K, M, G or T", fix=f"{name}=5G")
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CacheError, CompileError, FlexopsError
-from . import cache_key, compiler, objects
-from .cache import BuildCache, Entry, replace_file
+from . import cache_key, compiler, objects, search
+from .cache import BuildCache, Entry, places_today, replace_file
 from .cache_key import Digests
 from .compiler import Progress
 from .diagnose import diagnose
@@ -50,18 +52,18 @@ def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress 
     Raises:
         CacheError: the cache cannot be written. Failed compiles do not raise: they are in the results.
     """
-    started = time.time()
     results = {plan.name: Result(plan, entry, cached=True) for plan in plans if (entry := cache.lookup(plan))}
     missing = sorted((plan for plan in plans if plan.name not in results), key=lambda plan: plan.name)
     if missing:
         cache.require_writable()
+        earlier = {plan.name: _failure(plan, cache) for plan in missing}
         with contextlib.ExitStack() as locks:
             for plan in missing:  # in one order everywhere, so that two processes never wait for each other
                 locks.enter_context(cache.lock(f"{plan.name}-{cache_key.base_key(plan, cache_key.source_digests(plan))}"))
             for plan in missing:
                 if entry := cache.lookup(plan):
                     results[plan.name] = Result(plan, entry, cached=True)
-                elif error := _recent_failure(plan, cache, started):
+                elif error := _failure_since(earlier[plan.name], plan, cache):
                     results[plan.name] = Result(plan, error=error)
             todo = [plan for plan in missing if plan.name not in results]
             if todo:
@@ -85,7 +87,7 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
             for plan in plans:
                 directory = workspace / plan.name
                 if outcome.failed(plan) or not (directory / plan.library).exists():
-                    results.append(Result(plan, error=_record_failure(plan, cache, outcome.output, sources[plan.name])))
+                    results.append(Result(plan, error=_record_failure(plan, directory, cache, outcome, sources[plan.name])))
                     continue
                 try:
                     results.append(Result(plan, _publish(plan, directory, cache, sources[plan.name], started, seconds), seconds=seconds))
@@ -110,7 +112,7 @@ def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None,
 
 def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, seconds: float) -> Entry:
     reached = cache_key.reached_headers(plan, compiler.depfiles(plan, directory))
-    headers = {plan.relocatable(path): cache_key.file_digest(path) for path in reached}
+    headers = search.header_states(plan, directory, reached)
     # A file edited while the compiler ran would file the old code under the new content's key. (A date in the future is a clock's fault, not an edit.)
     if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in reached):
         raise CompileError(f"the sources of {plan.name} changed while they were being compiled", fix="run it again")
@@ -131,7 +133,7 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
         isa_levels=plan.isa_levels,
         glibc=glibc,
         glibcxx=glibcxx,
-        files={**sources, **headers, **{plan.relocatable(str(path)): cache_key.file_digest(path) for path in plan.recipe}},
+        files={**sources, **search.present(headers), **{plan.relocatable(str(path)): cache_key.file_digest(path) for path in plan.recipe}},
         build_seconds=round(seconds, 3),
     )
     for item in directory.iterdir():  # objects and dependency files have served their purpose
@@ -144,28 +146,42 @@ def _failure_file(plan: BuildPlan, cache: BuildCache, sources: Digests) -> Path:
     return cache.root / plan.name / f"{cache_key.base_key(plan, sources)}.failure.json"
 
 
-def _record_failure(plan: BuildPlan, cache: BuildCache, output: str, sources: Digests) -> CompileError:
-    own = _own_output(plan, output)
+def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome: compiler.Outcome, sources: Digests) -> CompileError:
+    own = _own_output(plan, outcome.output)
     found = diagnose(own)
     log = cache.root / plan.name / "failed-build.log"
     record = {"what": f"{plan.name} could not be built: {found.cause}", "found": found.error, "fix": found.fix, "log": str(log)}
     with contextlib.suppress(OSError):  # on a full disk the diagnosis itself must still come through
         log.parent.mkdir(exist_ok=True)
         replace_file(log, own)
-        replace_file(_failure_file(plan, cache, sources), json.dumps(record))
+        if outcome.complete:  # a build that was killed says nothing about the next
+            told = [path for path in compiler.depfiles(plan, directory) if path.exists()]
+            headers = search.header_states(plan, directory, cache_key.reached_headers(plan, told))
+            replace_file(_failure_file(plan, cache, sources), json.dumps({**record, "number": os.urandom(8).hex(), "headers": headers}))
     return _error(record)
 
 
-def _recent_failure(plan: BuildPlan, cache: BuildCache, since: float) -> CompileError | None:
-    """The failure of a build that ended while this process waited for it."""
-    path = _failure_file(plan, cache, cache_key.source_digests(plan))
+def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:
+    """The last build of these sources that failed; empty if there is none on record."""
     try:
-        return _error(json.loads(path.read_text(encoding="utf-8"))) if path.stat().st_mtime >= since else None
-    except (OSError, ValueError, KeyError):
+        record: dict[str, Any] = json.loads(_failure_file(plan, cache, cache_key.source_digests(plan)).read_text(encoding="utf-8"))
+        whole = {"what", "found", "fix", "log", "number", "headers"} <= record.keys() and isinstance(record["headers"], dict)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return record if whole else {}
+
+
+def _failure_since(earlier: dict[str, Any], plan: BuildPlan, cache: BuildCache) -> CompileError | None:
+    """The failure of a build that ended while this process waited for it, with the headers as they are now. Told by its number: no clock is asked."""
+    record = _failure(plan, cache)
+    if not record or record["number"] == earlier.get("number"):
         return None
+    names = list(record["headers"])
+    today = dict(zip(names, map(cache_key.file_state, places_today(plan, names)), strict=True))
+    return _error(record) if today == record["headers"] else None
 
 
-def _error(record: dict[str, str]) -> CompileError:
+def _error(record: dict[str, Any]) -> CompileError:
     return CompileError(record["what"], found=record["found"], fix=record["fix"], log=Path(record["log"]))
 
 

@@ -137,12 +137,12 @@ class BuildCache:
         return ""
 
     def _current_headers(self, plan: BuildPlan, base: str) -> Digests | None:
-        """Digests, as they are now, of the headers that the last build under this base key reached; None if unknown or gone."""
+        """Digests, as they are now, of the headers that the last build under this base key reached, or looked for in vain; None if unknown."""
         try:
             recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
             if not isinstance(recorded, dict):
                 return None
-            return {plan.relocatable(path): cache_key.file_digest(path) for path in places_today(plan, recorded)}
+            return {plan.relocatable(path): cache_key.file_state(path) for path in places_today(plan, recorded)}
         except (OSError, ValueError):
             return None
 

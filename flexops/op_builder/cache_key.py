@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 SCHEMA = "flexops-2"
 """Raised when the meaning of a key or the format of an entry changes; older entries then simply miss."""
 
-SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/usr/local/include/", "/lib/")
+SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/lib/")
+"""The distribution's own directories. ``/usr/local`` is not: people install what they are working on there."""
+
+ABSENT = ""
+"""In the place of a digest: a file that is not there, and must not be."""
+
+_LARGE_LIBRARY = 2**20
 
 Digests = dict[str, str]
 """Relocatable file name -> sha256 of its content."""
@@ -41,6 +47,20 @@ def file_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def file_state(path: str | Path) -> str:
+    """The digest of a file, ``ABSENT`` for one that is not there."""
+    try:
+        return file_digest(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ABSENT
+
+
+def library_state(path: str | Path) -> str:
+    """What tells a library from another of its name: its digest, or for one too large to be read at every start its size and its date."""
+    seen = os.stat(path)
+    return file_digest(path) if seen.st_size <= _LARGE_LIBRARY else f"{seen.st_size} bytes of {seen.st_mtime_ns}"
+
+
 def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
     """sha256 over labelled, length-prefixed fields, so that no two different lists of fields have the same text."""
     digest = hashlib.sha256(SCHEMA.encode())
@@ -51,9 +71,10 @@ def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
 
 
 def source_digests(plan: BuildPlan) -> Digests:
-    """The digests of the plan's sources; raises ``FileNotFoundError`` naming a source that is not there."""
+    """The digests of the plan's sources and libraries; raises ``FileNotFoundError`` naming a source that is not there."""
     texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in plan.texts}
-    return texts | {plan.relocatable(str(source)): file_digest(source) for source in plan.sources}
+    libraries = {plan.relocatable(str(library)): library_state(library) for library in plan.libraries}
+    return texts | libraries | {plan.relocatable(str(source)): file_digest(source) for source in plan.sources}
 
 
 def base_key(plan: BuildPlan, sources: Digests) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import io
 import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,11 @@ Progress = Callable[[int, int, str], None]
 
 _STATUS = "@flexops %f %t "
 _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
+_STOPPED = re.compile(r"^ninja: build stopped: (?:subcommands? failed|cannot make progress)", re.MULTILINE)
 _ATTENTIVE_MS = 200
+_GRACE_SECONDS = 10
+TIMED_OUT = "flexops: stopped, because it took longer than"
+KILLED = "flexops: ninja was ended by"
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,15 @@ class Outcome:
     returncode: int
     output: str
 
+    @property
+    def complete(self) -> bool:
+        """Whether ninja came to its own end, so that it has named every step that failed. One that was killed or interrupted has not."""
+        return self.returncode == 0 or (self.returncode > 0 and _STOPPED.search(self.output) is not None)
+
     def failed(self, plan: BuildPlan, output: str = "") -> bool:
         """Whether one of the plan's own steps failed, or the one that makes ``output``: a linker that was killed leaves half a library behind."""
+        if not self.complete:
+            return True
         path = re.escape(f"{plan.name}/{output}")
         return self.returncode != 0 and re.search(rf"^FAILED: .*(?<![\w.-]){path}", self.output, re.MULTILINE) is not None
 
@@ -42,16 +55,13 @@ class Outcome:
 def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | None = None, debug: bool = False) -> Outcome:
     """Build every plan in ``directory/<plan name>/``, all in one ninja run so that their steps share the processors.
 
-    A plan that fails does not stop the others (``-k 0``): look at which libraries exist. Everything said is in each one's ``build.log``.
+    A plan that fails does not stop the others (``-k 0``): look at which libraries exist. What a failed step left is removed, and everything if ninja itself
+    was ended, because then nobody knows what was being written. Everything said is in each one's ``build.log``.
     The process that runs ninja may be interrupted at any moment: the compilers are stopped with it.
     """
     together = share(plans)
     outcome = _build(together, directory, progress, debug)
-    if len(together) > len(plans) and outcome.returncode:  # it may be the shared headers' fault: what is missing is made without them
-        for plan in plans:
-            for step in plan.steps:
-                if outcome.failed(plan, step.output):
-                    (directory / plan.name / step.output).unlink(missing_ok=True)
+    if len(together) > len(plans) and outcome.returncode and outcome.complete:  # it may be the shared headers' fault: the rest is made without them
         outcome = _build(plans, directory, progress, debug)
     for plan in plans:
         (directory / plan.name / "build.ninja").write_text(render_ninja([plan]), encoding="utf-8")
@@ -68,7 +78,12 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     (directory / "build.ninja").write_text(render_ninja(plans, subdirectories=True, there=there), encoding="utf-8")
     jobs = min(plan.jobs for plan in plans)  # each is what the memory allows for that plan's largest step
     command = [plans[0].ninja, "-C", str(directory), "-j", str(jobs), "-k", "0", *(["-v"] if debug else [])]
-    return _run_ninja(command, dict(plans[0].environment), progress)
+    outcome = _run_ninja(command, dict(plans[0].environment), progress)
+    for plan in plans if outcome.returncode else ():
+        for step in plan.steps:
+            if outcome.failed(plan, step.output):
+                (directory / plan.name / step.output).unlink(missing_ok=True)
+    return outcome
 
 
 def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, there: frozenset[str] = frozenset()) -> str:
@@ -95,11 +110,28 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",
-            f"  command = {(enter + shlex.join(command)).replace('$', '$$')}",
+            f"  command = {(enter + _limited(command, plan, step)).replace('$', '$$')}",
             f"  description = {plan.name}: {step.output}",
             f"build {_path(folder + step.output)}: {rule} {' '.join(map(_path, inputs))}",
         ]
     return "\n".join([*lines, ""])
+
+
+def _limited(command: tuple[str, ...], plan: BuildPlan, step: Step) -> str:
+    """A command for the shell that is stopped, with the source's name, when it takes longer than the plan allows."""
+    limit = timeout_program() if plan.timeout else None
+    if limit is None:
+        return shlex.join(command)
+    source = next((name for name in step.inputs if not name.endswith(".o")), step.output)
+    told = shlex.quote(f"{TIMED_OUT} {plan.timeout} s (FLEXOPS_COMPILE_TIMEOUT): {source}")
+    stopped = '[ "$s" != 124 ]'
+    return f"{shlex.join((limit, '-k', str(_GRACE_SECONDS), str(plan.timeout), *command))} || {{ s=$?; {stopped} || echo {told}; exit $s; }}"
+
+
+@functools.cache
+def timeout_program() -> str | None:
+    """coreutils' ``timeout`` (or BusyBox's), which every Linux has."""
+    return shutil.which("timeout")
 
 
 def full_command(plan: BuildPlan, step: Step) -> tuple[str, ...]:
@@ -134,7 +166,9 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
                     progress(int(match[1]), int(match[2]), match[3])
                 line = f"[{match[1]}/{match[2]}] {match[3]}\n"
             said.append(line)
-        return Outcome(process.wait(), "".join(said))
+        if (status := process.wait()) < 0:
+            said.append(f"{KILLED} {signal.Signals(-status).name}\n")
+        return Outcome(status, "".join(said))
     finally:
         if process.poll() is None:  # interrupted: stop the compilers too
             _stop(process)

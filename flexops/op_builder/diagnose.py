@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _ERROR_LINE = re.compile(
     r"(\berror\s*:|\bfatal error\b|\berror #|undefined reference|cannot find -l|No space left on device|Disk quota|File size limit|Killed|nvcc fatal"
-    r"|died due to signal|Permission denied)",
+    r"|died due to signal|Permission denied|^flexops: )",
     re.IGNORECASE,
 )
 _NOISE = re.compile(r"^(\[\d+/\d+\]|FAILED:|ninja:|compilation terminated|\d+ errors? detected|make\b)")
@@ -40,6 +40,13 @@ _RULES: tuple[_Rule, ...] = (
         "the compiler ran out of memory",
         "export MAX_JOBS=1",
     ),
+    _Rule(r"^flexops: stopped, because", "a compiler took longer than it may", "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)"),
+    _Rule(r"^flexops: ninja was ended", "the build was killed", "run it again; if memory was short: export MAX_JOBS=1"),
+    _Rule(
+        r"(Instruction|Feature) '[^']+'.*(\.target|architecture) '?sm_\d+",
+        "an instruction that the architectures asked for have not, or only with the suffix a (wgmma: 9.0a, tcgen05: 10.0a)",
+        'export TORCH_CUDA_ARCH_LIST="9.0a"   # the architecture list; with the suffix the code runs on exactly that capability',
+    ),
     _Rule(
         r"unsupported GNU version|unsupported clang version",
         "the host compiler is newer than this nvcc accepts",
@@ -68,17 +75,30 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
 )
 
+_GENERAL = _RULES[:4]
+_MOST_ERRORS = 5
+_SILENCE = "the compiler said nothing"
+
 
 def diagnose(output: str) -> Diagnosis:
-    """The first real error in a build's output. Raises nothing: output with no known error yields its last line."""
+    """The first real error in a build's output, and those of the other sources that failed. Output with no known error yields its last line."""
+    steps = output.split("FAILED: ")
+    found = [_first(step) for step in (steps[1:] or steps)]
+    # A full disk or a killed compiler explains every other message, wherever it stands; so the rules' order goes before the lines'.
+    general = min(found, key=lambda one: next((number for number, rule in enumerate(_GENERAL) if rule.cause == one.cause), len(_GENERAL)))
+    errors = list(dict.fromkeys([general.error, *(one.error for one in found if one.error != _SILENCE)]))
+    more = [f"and {len(errors) - _MOST_ERRORS} more"] if len(errors) > _MOST_ERRORS else []
+    return Diagnosis("\n    ".join([*errors[:_MOST_ERRORS], *more]), general.cause, general.fix)
+
+
+def _first(output: str) -> Diagnosis:
     lines = [line.strip() for line in output.splitlines() if line.strip() and not _NOISE.match(line.strip())]
     errors = [line for line in lines if _ERROR_LINE.search(line) and " -c " not in line]
-    # A full disk or a killed compiler explains every other message, wherever it stands; so the rules' order goes before the lines'.
-    for rule in _RULES[:2]:
+    for rule in _GENERAL:
         for line in errors:
             if re.search(rule.pattern, line):
                 return Diagnosis(line, rule.cause, rule.fix)
-    first = errors[0] if errors else lines[-1] if lines else "the compiler said nothing"
+    first = errors[0] if errors else lines[-1] if lines else _SILENCE
     for rule in _RULES:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)

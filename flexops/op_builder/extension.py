@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
 import threading
@@ -41,6 +42,7 @@ class SourceNotFoundError(FlexopsError, FileNotFoundError):
 
 _lock = threading.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}
+_numbers = itertools.count()
 _opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
 
 
@@ -248,14 +250,20 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _imported(name: str, path: Path) -> ModuleType:
-    """The module in a library. Python tells extension modules apart by path and name, and each build has a path of its own."""
+    """The module in a library.
+
+    pybind11 from 3.0 keeps the modules of a process by their specs' names alone and would give the first of that name for every other library. So each
+    library gets a spec name of its own: Python looks for ``PyInit_`` with the part after the last dot, which is the extension's name.
+    """
     known = _modules.get((name, str(path)))
     if known is not None:
         return known
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    unique = f"{__package__}.loaded_{next(_numbers)}.{name}"
+    loader = importlib.machinery.ExtensionFileLoader(unique, str(path))
+    spec = importlib.util.spec_from_file_location(unique, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
+    module.__name__ = name  # before the module's own code runs, whose classes take it for their __module__
     loader.exec_module(module)
     _modules[name, str(path)] = module
     return module

@@ -44,7 +44,7 @@ def build(
     if header is None:
         return builder.obtain([plan], cache, progress=progress, debug=debug)[0]
     if chosen.pch == "1" and not header.is_there():
-        pch.make(header, cache, wait=True)
+        pch.make(header, cache, wait=True, timeout=chosen.compile_timeout)
     if not header.is_there():
         return _build_before(header, plan, cache, resources, progress, debug)
     result = builder.obtain([_with_header(plan, request, header)], cache, progress=progress, debug=debug)[0]
@@ -62,16 +62,16 @@ def _build_before(
     room = resources.memory_bytes > plan.memory_bytes + pch.PEAK_BYTES
     beside = room and resources.cpus >= min(plan.jobs, compiles) + _SPARE_CPUS
     if beside:
-        pch.make(header, cache, wait=False)
+        pch.make(header, cache, wait=False, timeout=plan.timeout)
     result = builder.obtain([plan], cache, progress=progress, debug=debug)[0]
     if room and not beside and result.error is None:
-        pch.make(header, cache, wait=False)
+        pch.make(header, cache, wait=False, timeout=plan.timeout)
     return result
 
 
 def _with_jobs(plan: BuildPlan, resources: Resources, chosen: Settings) -> BuildPlan:
     threads = chosen.nvcc_threads or spare_threads(plan.steps, resources, len(plan.architectures))
-    return plan._replace(jobs=choose_jobs(plan.steps, resources, chosen.max_jobs), nvcc_threads=threads)
+    return plan._replace(jobs=choose_jobs(plan.steps, resources, chosen.max_jobs), nvcc_threads=threads, timeout=chosen.compile_timeout)
 
 
 def _unhurried(step: Step) -> Step:
@@ -92,7 +92,8 @@ def _header(
         return None
     if not _users(plan, request) or pch.shadowed(request.include_dirs):
         return None
-    return pch.describe(cache.root, precompilable_flags(request, tools, python), tools.host, tools.torch, torch_identity(tools.torch), own=not cache.shared)
+    flags = precompilable_flags(request, tools, python)
+    return pch.describe(cache.root, flags, tools.host, tools.torch, torch_identity(tools.torch), tools.environment, own=not cache.shared)
 
 
 def _users(plan: BuildPlan, request: Request) -> frozenset[str]:
@@ -112,7 +113,7 @@ def _users(plan: BuildPlan, request: Request) -> frozenset[str]:
 def _with_header(plan: BuildPlan, request: Request, header: pch.PrecompiledHeader) -> BuildPlan:
     """Compile those steps through the precompiled header. ccache is left out: it would read the 790 MB to know them."""
     users = _users(plan, request)
-    use = ("-include", str(header.header))
+    use = ("-include", str(header.header), "-fpch-deps")
     steps = tuple(step._replace(speed=(*step.speed, *use), launched=False) if step.output in users else step for step in plan.steps)
     return plan._replace(steps=steps, trusted_roots=(*plan.trusted_roots, str(header.directory)))
 

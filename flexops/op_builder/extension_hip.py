@@ -47,7 +47,7 @@ def plan_hip_extension(request: Request, toolchain: Toolchain, python: PythonBui
         trusted_roots=(*plan.trusted_roots, str(rocm.root / "include"), str(rocm.root / "lib")),
         launcher="",  # ccache and sccache do not understand hipcc
         keep_objects=False,
-        environment=(("HIP_PLATFORM", "amd"), ("ROCM_PATH", str(rocm.root))),
+        environment=(*plan.environment, ("HIP_PLATFORM", "amd"), ("ROCM_PATH", str(rocm.root))),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ToolchainError
-from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots, for_nvcc
+from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots, environment_identity, for_nvcc
 
 if TYPE_CHECKING:
     from ..compute_capability import Architecture
@@ -125,14 +125,16 @@ def base_plan(
     """The plan with those steps, for the CPU; ``identity`` is added to what every extension's key covers."""
     host = toolchain.host
     assert host is not None  # whoever made the steps has looked
+    places = _anchors(request, toolchain, python)
     facts = [("host compiler", host.identity), ("torch", torch_identity(torch)), ("python", python.identity), *_wishes(request), *identity]
     return BuildPlan(
         name=request.name,
         steps=tuple(steps),
         library=request.library,
-        sources=(*request.sources, *_linked_files(request)),
-        anchors=_anchors(request, toolchain, python),
-        identity=tuple(facts),
+        sources=request.sources,
+        libraries=linked_files(request, toolchain),
+        anchors=places,
+        identity=(*facts, *environment_identity(toolchain, places)),
         trusted_roots=_trusted_roots(toolchain, python),
         jobs=1,
         nvcc_threads=1,
@@ -142,6 +144,9 @@ def base_plan(
         ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
         texts=request.texts,
         keep_objects=request.keep_objects and len(request.inputs) > 1,
+        watched=True,
+        # Their quick look-ups trust the list of headers of an earlier compile, which a new header can make wrong.
+        environment=(("CCACHE_NODIRECT", "1"), ("SCCACHE_DIRECT", "false")),
     )
 
 
@@ -183,10 +188,31 @@ def _wishes(request: Request) -> list[tuple[str, str]]:
     return [(label, "\0".join(flags)) for label, flags in groups]
 
 
-def _linked_files(request: Request) -> tuple[Path, ...]:
-    """Objects and libraries that the linker is given by path: their content decides the result as a source's does."""
-    named = (Path(flag) for flag in request.ldflags if flag.endswith((".o", ".a", ".so")) and os.path.isabs(flag))
-    return tuple(path for path in named if path.is_file())
+def linked_files(request: Request, toolchain: Toolchain) -> tuple[Path, ...]:
+    """The files that the user's arguments name by path, and every library that a ``-l`` can mean in the user's directories (``-L``, ``LIBRARY_PATH``)."""
+    arguments = [*request.cflags, *request.cuda_cflags, *request.ldflags]
+    pieces = [piece for argument in arguments for piece in argument.replace("=", ",").split(",")]
+    named = [piece.lstrip("@") for piece in pieces if piece.lstrip("@").startswith("/")]
+    words = [piece for argument in request.ldflags for piece in argument.split(",")]
+    directories = _values(words, "-L", "--library-path")
+    directories += [part for name, value in toolchain.environment if name == "LIBRARY_PATH" for part in value.split(":")]
+    for name in _values(words, "-l", "--library"):
+        files = (name[1:],) if name.startswith(":") else (f"lib{name}.so", f"lib{name}.a")
+        named += [f"{directory}/{file}" for directory in directories for file in files if os.path.isabs(directory)]
+    return tuple(Path(path) for path in dict.fromkeys(named) if os.path.isfile(path))
+
+
+def _values(words: list[str], short: str, long: str) -> list[str]:
+    """The values of an option that is written ``-Lx``, ``-L x`` or ``--library-path=x``."""
+    found = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word in (short, long):
+            found.append(following)
+        elif word.startswith(f"{long}="):
+            found.append(word[len(long) + 1 :])
+        elif word.startswith(short):
+            found.append(word[len(short) :])
+    return found
 
 
 def _anchors(request: Request, toolchain: Toolchain, python: PythonBuild) -> tuple[tuple[str, str], ...]:

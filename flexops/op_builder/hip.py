@@ -8,7 +8,7 @@ from ..errors import ArchitectureError, ToolchainError
 from ..toolchain import missing
 from ..toolchain.model import Toolchain
 from ..toolchain.resources import Resources
-from .plan import BINDING_HEADER, DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs
+from .plan import BINDING_HEADER, DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs, environment_identity
 from .spec import OpSpec
 
 
@@ -44,13 +44,15 @@ def plan_hip_op(
     link = (str(host.path), "-shared", *objects, "-o", library, *libraries)
     steps.append(Step("link", library, tuple(objects), link))
     recipe = Path(__file__).resolve()
+    places = anchors(toolchain, "cuda", (csrc, "<csrc>"), (recipe.parent, "<op_builder>"))
+    identity = (("host compiler", host.identity), ("torch", torch.abi_id), ("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
     return BuildPlan(
         name=f"{spec.name}-cuda",
         steps=tuple(steps),
         library=library,
         sources=(binding, *(csrc / source for source in spec.cuda_sources)),
-        anchors=anchors(toolchain, "cuda", (csrc, "<csrc>"), (recipe.parent, "<op_builder>")),
-        identity=(("host compiler", host.identity), ("torch", torch.abi_id), ("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures))),
+        anchors=places,
+        identity=(*identity, *environment_identity(toolchain, places)),
         trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),
         jobs=choose_jobs(tuple(steps), resources, max_jobs),
         nvcc_threads=1,

@@ -212,14 +212,16 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
         from .hip import plan_hip_op
 
         gfx = toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
-        return plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
+        plan = plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
+        return plan._replace(timeout=chosen.compile_timeout)
     architectures: tuple[Architecture, ...] = ()
     if device == "cuda" and tools.cuda:
         architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=local_capabilities()).architectures
-    return plan_op(
+    plan = plan_op(
         spec, device, tools, csrc=layout.csrc_root(), architectures=architectures, resources=resources,
         max_jobs=chosen.max_jobs, nvcc_threads=chosen.nvcc_threads,
     )  # fmt: skip
+    return plan._replace(timeout=chosen.compile_timeout)
 
 
 def _stale(entry: Entry) -> Refusal | None:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ..errors import CacheError
-from . import cache_key
+from . import cache_key, search
 from .cache import BuildCache, places_today
 from .cache_key import Digests
 from .manifest import Manifest, file_crc32
@@ -46,7 +46,7 @@ def keep(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, 
             edited = any(sources.get(name) != digest for name, digest in mine.items()) or any(os.stat(path).st_mtime >= started for path in reached)
             if edited or built.stat().st_nlink > 1:  # more than one link: it came from the cache
                 continue
-            _store(single, step, built, cache, mine, {plan.relocatable(path): cache_key.file_digest(path) for path in reached})
+            _store(single, step, built, cache, mine, search.header_states(single, directory, reached))
 
 
 def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:
@@ -63,7 +63,7 @@ def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, source
         size=built.stat().st_size,
         crc32=file_crc32(built),
         torch_abi=single.torch_abi,
-        files={**sources, **headers},
+        files={**sources, **search.present(headers)},
     )
     cache.publish(folder, manifest, headers)
 
@@ -79,6 +79,7 @@ def _single(plan: BuildPlan, step: Step) -> BuildPlan:
         steps=(step,),
         library=step.output,
         sources=tuple(source for source in plan.sources if str(source) in step.inputs),
+        libraries=(),
         texts=tuple((name, text) for name, text in plan.texts if name in step.inputs),
     )
 

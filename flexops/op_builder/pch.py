@@ -69,12 +69,15 @@ class PrecompiledHeader:
         return entry is not None and status is not None and status.st_size == entry.manifest.size and not (self.own and trust.problem(status))
 
 
-def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str, *, own: bool = True) -> PrecompiledHeader | None:
+def describe(
+    root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str, environment: tuple[tuple[str, str], ...] = (), *, own: bool = True
+) -> PrecompiledHeader | None:
     """The precompiled header for those flags; None if this compiler's are not supported, the flags include something first, or torch has no headers.
 
     Args:
         root: the cache's.
         flags: of the compile, less what differs between extensions and cannot matter to torch's headers.
+        environment: the variables that compilers read by themselves.
         own: one that somebody else could have made is not there; otherwise (a shared cache) it is.
     """
     if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
@@ -86,6 +89,7 @@ def describe(root: Path, flags: tuple[str, ...], host: HostCompiler, torch: Torc
         return None
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     facts = [("compiler", host.identity), ("torch", torch_abi), ("torch files", " ".join(stamps)), ("libc", libc or ""), ("command", "\0".join(command))]
+    facts += environment
     return PrecompiledHeader(root / NAME / digest_fields(facts), command, torch_abi, own)
 
 
@@ -94,11 +98,11 @@ def shadowed(include_dirs: tuple[str, ...]) -> bool:
     return any(os.path.exists(os.path.join(directory, part)) for directory in include_dirs for part in _TORCH_PARTS)
 
 
-def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool) -> None:
+def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool, timeout: int = 0) -> None:
     """Make it: now, or in the background. Does nothing where there is no room for it or a recent attempt failed."""
     if not _sensible(pch, cache):
         return
-    command = [sys.executable, "-I", pch_worker.__file__, json.dumps(_order(pch, cache, wait))]
+    command = [sys.executable, "-I", pch_worker.__file__, json.dumps(_order(pch, cache, wait, timeout))]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     if wait:
         subprocess.run(command, check=False, **quiet)  # type: ignore[call-overload]
@@ -112,7 +116,7 @@ def drop(pch: PrecompiledHeader, cache: BuildCache) -> None:
     cache.remove(pch.directory)
 
 
-def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool) -> dict[str, object]:
+def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool, timeout: int) -> dict[str, object]:
     manifest = Manifest(name=NAME, key=pch.key, base=pch.key, device="cpu", library=f"{_FILE}.gch", size=0, crc32="", torch_abi=pch.torch_abi)
     return {
         "command": pch.command,
@@ -125,6 +129,7 @@ def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool) -> dict[str, o
         "manifest": asdict(manifest),
         "manifest_file": FILE_NAME,
         "wait": wait,
+        "timeout": timeout or None,
         "own": pch.own,
     }
 

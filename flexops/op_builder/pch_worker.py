@@ -53,9 +53,13 @@ def _compile(order: dict[str, Any], workspace: Path, final: Path) -> int:
     entry = workspace / "entry"
     entry.mkdir()
     (entry / order["header"]).write_text(order["text"], encoding="utf-8")
-    result = subprocess.run(
-        order["command"], cwd=entry, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=lambda: _yield(order), check=False
-    )
+    try:
+        result = subprocess.run(
+            order["command"], cwd=entry, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=lambda: _yield(order),
+            timeout=order["timeout"], check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        result = subprocess.CompletedProcess([], 1, f"took longer than {order['timeout']} s".encode())
     final.parent.mkdir(parents=True, exist_ok=True)
     product = entry / order["manifest"]["library"]
     if result.returncode != 0 or not product.exists():

@@ -84,6 +84,9 @@ class BuildPlan(NamedTuple):
         texts: (file name, content) of sources that are no files yet: they are written into the build directory, where steps read them.
         keep_objects: keep each compiled object in the cache too, so that after an edit only what it reaches is compiled again.
         recipe: the files that decided on the commands; recorded, so that the loader notices a change without planning anew.
+        libraries: what the linker is given besides: their contents (or sizes and dates) are part of the key.
+        watched: whether headers may come to be that the same commands would read instead: see ``search``.
+        timeout: seconds after which a command is stopped; 0 for never. Not part of the key.
     """
 
     name: str
@@ -106,6 +109,9 @@ class BuildPlan(NamedTuple):
     texts: tuple[tuple[str, str], ...] = ()
     keep_objects: bool = False
     recipe: tuple[Path, ...] = ()
+    timeout: int = 0
+    libraries: tuple[Path, ...] = ()
+    watched: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -145,7 +151,8 @@ def plan_op(
     steps = [step._replace(memory_bytes=step.memory_bytes + (threads - 1) * DEVICE_THREAD_BYTES) if step.kind == "device" else step for step in steps]
     jobs = choose_jobs(tuple(steps), resources, max_jobs)
     host, cuda = toolchain.host, toolchain.cuda if device == "cuda" else None
-    identity = [("host compiler", host.identity if host else ""), ("torch", torch.abi_id)]
+    places = anchors(toolchain, device, (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>"))
+    identity = [("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)]
     roots = [str(torch.root), *(compiler_roots(host) if host else ())]
     if cuda:
         identity += [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(map(str, architectures)))]
@@ -155,7 +162,7 @@ def plan_op(
         steps=tuple(steps),
         library=library,
         sources=tuple(csrc / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
-        anchors=anchors(toolchain, device, (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>")),
+        anchors=places,
         identity=tuple(identity),
         trusted_roots=tuple(roots),
         jobs=jobs,
@@ -196,6 +203,14 @@ def anchors(toolchain: Toolchain, device: DeviceType, *own: tuple[Path, str]) ->
     if device == "cuda" and toolchain.rocm:
         pairs += [(str(toolchain.rocm.hipcc.path), "<hipcc>"), (str(toolchain.rocm.root), "<rocm>")]
     return tuple(sorted(pairs, key=lambda pair: -len(pair[0])))
+
+
+def environment_identity(toolchain: Toolchain, places: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The variables that compilers and linkers read by themselves; empty on most machines."""
+    text = "\0".join(f"{name}={value}" for name, value in toolchain.environment)
+    for path, name in places:
+        text = text.replace(path, name)
+    return (("environment", text),) if text else ()
 
 
 def compiler_roots(host: HostCompiler) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def discover(settings: Settings, *, device: Device = "cuda") -> Toolchain:
     """
     context = search_context(settings)
     torch = imported_torch() or torch_build(context.site_dirs, memo=context.memo)
-    toolchain = assemble(context, torch, device=device)
+    toolchain = assemble(context, torch, device=device)._replace(environment=settings.compiler_environment)
     if context.memo:
         context.memo.save()
     return toolchain

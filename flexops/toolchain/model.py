@@ -92,6 +92,7 @@ class Toolchain(NamedTuple):
         found_via: for each field that is set, the find step that found it.
         rejected: what was found and refused, with reasons.
         notes: what was taken though it is not quite what one would choose, for example a toolkit of another minor than torch's.
+        environment: the variables that are set and that compilers and linkers read by themselves.
         tried: for each thing looked for and not had, ``(field, where it was looked for)``, one entry for each place.
     """
 
@@ -105,3 +106,4 @@ class Toolchain(NamedTuple):
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
     tried: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
