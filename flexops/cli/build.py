@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .. import settings, targets
+from .. import settings, targets, toolchain
 from ..errors import ArchitectureError, FlexopsError
-from ..op_builder import aot, progress
+from ..op_builder import aot, catalog, progress
 from ..op_builder.builder import Result
 from ..op_builder.spec import DeviceType
+from ..targets.fit import unfit
+
+NAMES = ", ".join(spec.name for spec in catalog.CATALOG)
+
+
+class Device(str, Enum):
+    """The device types, as choices of an option."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def build(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to build; all if none is named.")] = None,
-    target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`).")] = None,
-    arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX".')] = None,
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=f"Families or operators to build; all if none is named: {NAMES}.")] = None,
+    target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`), with its torch and compiler.")] = None,
+    arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX", with what is here.')] = None,
+    device: Annotated[Device | None, typer.Option(help="Build for this device type only.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also copy the libraries and their manifests here.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -31,11 +43,14 @@ def build(
     devices: tuple[DeviceType, ...] | None = None
     if target:
         row = targets.load().find(target)
+        require_fit(row, chosen)
         devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
         chosen = replace(chosen, rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
         arch = row.arch_list if row.accelerator == "cuda" else None
     elif arch:
         devices = ("cpu", "cuda")
+    if device:
+        devices = (device.value,)
     chosen = replace(chosen, max_jobs=jobs or chosen.max_jobs)
     with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
         results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, out=out, progress=report)
@@ -47,6 +62,14 @@ def build(
     failed = [result.error for result in results if result.error]
     if failed:
         raise typer.Exit(failed[0].exit_code)
+
+
+def require_fit(row: targets.Target, chosen: settings.Settings) -> None:
+    """Raises ``ToolchainError`` unless this environment's torch and device compiler are the row's own."""
+    tools = toolchain.discover(chosen, device="cpu" if row.accelerator == "cpu" else "cuda")
+    toolkit = tools.rocm if row.accelerator == "rocm" else tools.cuda
+    if error := unfit(row, tools.torch, toolkit.version if toolkit else None):
+        raise error
 
 
 def _line(result: Result) -> str:

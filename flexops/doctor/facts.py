@@ -184,7 +184,7 @@ class LockFile:
 
 @dataclass(frozen=True)
 class LibraryFact:
-    """An ahead-of-time or cached library of one op: what it is compiled for, and why it would not be loaded (empty if it would)."""
+    """An ahead-of-time or cached library of one op: what it is compiled for and by, and why it would not be loaded (empty if it would)."""
 
     op: str
     device: str
@@ -192,6 +192,8 @@ class LibraryFact:
     architectures: tuple[str, ...] = ()
     refusal: str = ""
     fix: str = ""
+    torch_abi: str = ""
+    compiler: str = ""
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,17 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
 )
 
-
 def find(name: str) -> OpSpec:
     """The spec called ``name``; raises ``FlexopsError`` naming the ones there are."""
     for spec in CATALOG:
         if spec.name == name:
             return spec
-    raise FlexopsError(f"there is no op called {name!r}", required=", ".join(spec.name for spec in CATALOG), fix="flexops build --help")
+    families = ", ".join(spec.name for spec in CATALOG)
+    raise FlexopsError(f"there is no op called {name!r}", required=f"{families}; or an operator of theirs, such as swiglu", fix="flexops build --help")
 
 
 def select(names: tuple[str, ...]) -> tuple[OpSpec, ...]:
-    """The specs of ``names``, in catalogue order; no names, or ``all`` (or ``1``), means every op."""
-    if not names or set(names) & {"all", "1"}:
-        return CATALOG
-    wanted = [find(name) for name in names]
-    return tuple(spec for spec in CATALOG if spec in wanted)
+    """The specs of ``names`` (their own, or those of their operators), in catalogue order; no names, or ``all`` (or ``1``), means every op."""
+    named = [name for name in names if name not in ("all", "1")]
+    wanted = [next((spec for spec in CATALOG if name in spec.ops), None) or find(name) for name in named]
+    return tuple(spec for spec in CATALOG if spec in wanted) if named and named == list(names) else CATALOG

@@ -195,7 +195,8 @@ def linked_files(request: Request, toolchain: Toolchain) -> tuple[Path, ...]:
     named = [piece.lstrip("@") for piece in pieces if piece.lstrip("@").startswith("/")]
     words = [piece for argument in request.ldflags for piece in argument.split(",")]
     directories = _values(words, "-L", "--library-path")
-    directories += [part for name, value in toolchain.environment if name == "LIBRARY_PATH" for part in value.split(":")]
+    searched = [part for name, value in toolchain.environment if name == "LIBRARY_PATH" for part in value.split(":")]
+    directories += [f"{part}{further}" for part in searched for further in ("", "/../lib64", "/../lib")]  # gcc looks there, too
     for name in _values(words, "-l", "--library"):
         files = (name[1:],) if name.startswith(":") else (f"lib{name}.so", f"lib{name}.a")
         named += [f"{directory}/{file}" for directory in directories for file in files if os.path.isabs(directory)]

@@ -82,7 +82,8 @@ def describe(
     """
     if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
         return None
-    command = (str(host.path), *flags, "-x", "c++-header", _FILE, "-o", f"{_FILE}.gch")
+    # With -MD it remembers what it read, for the dependency files of its users (-fpch-deps).
+    command = (str(host.path), *flags, "-x", "c++-header", _FILE, "-o", f"{_FILE}.gch", "-MD", "-MF", f"{_FILE}.d")
     try:
         stamps = [str(os.stat(path).st_mtime_ns) for path in (torch.root / "version.py", torch.include_dirs[0] / HEADER)]
     except OSError:

@@ -328,13 +328,13 @@ in_environment() {
 }
 
 build_operators() {
-  local target=$TARGET
+  local what=(--target "$TARGET")
   if [[ $TOOLKIT_PLAN == missing ]]; then
     warn "no GPU operators for $TARGET: $(where_to_get_toolkit)"
-    target=cpu
+    what=(--device cpu)
   fi
   [[ -e $ROOT/flexops/_aot ]] || made "$ROOT/flexops/_aot"
-  in_environment flexops build --target "$target" --out "$ROOT/flexops/_aot"
+  in_environment flexops build "${what[@]}" --out "$ROOT/flexops/_aot"
 }
 
 run_doctor() {

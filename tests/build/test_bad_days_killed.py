@@ -228,3 +228,53 @@ def test_a_failure_is_taken_over_by_those_who_waited(case: Case, tmp_path: Path)
     assert runs(case.watched) == ["compile", "compile"], "asked again later, it is tried again"
     tiny_plan(tmp_path / "tiny", source='extern "C" int answer() { return 43; }\n')
     assert answer(Path(case.build()["library"])) == 43
+
+
+def test_a_ninja_that_is_killed_while_the_linker_writes(case: Case, tmp_path: Path) -> None:
+    """With its children, and without a word: half a library is not published, and the next build is whole."""
+    script = tmp_path / "c++"
+    ninja = "$(cut -d' ' -f6 /proc/$$/stat)"  # the leader of its session
+    script.write_text(
+        f"""#!/bin/sh
+case "$*" in *-shared*) if [ ! -e '{tmp_path}/died' ]; then
+  : > '{tmp_path}/died'; head -c 100 /bin/sh > tiny.so; kill -9 {ninja}; kill -9 $$
+fi;; esac
+exec '{case.compiler}' "$@"
+"""
+    )
+    script.chmod(0o755)
+    case.request["compiler"] = str(script)
+    result = case.build()
+    assert result["kind"] == "CompileError"
+    assert "killed" in result["error"]
+    assert "SIGKILL" in result["error"]
+    assert not list(case.cache.glob("*/*/manifest.json"))
+    assert answer(Path(case.build()["library"])) == 42
+
+
+def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(case: Case, tmp_path: Path) -> None:
+    """Whatever the clock says, a failure counts for those who waited for that very build, and for the headers that it read."""
+    tiny_plan(tmp_path / "tiny", header="#error broken\n")
+    assert case.build()["kind"] == "CompileError"
+    records = list(case.cache.glob("*/*.failure.json"))
+    assert len(records) == 1
+    os.utime(records[0], (time.time() + 1e6,) * 2)
+    tiny_plan(tmp_path / "tiny", header="inline int answer_of_header() { return 44; }\n")
+    assert answer(Path(case.build()["library"])) == 44
+
+
+def test_those_who_waited_for_a_failure_look_at_the_headers_again(case: Case, tmp_path: Path) -> None:
+    tiny_plan(tmp_path / "tiny", header="#error broken\n")
+    case.hang("link")
+    case.hang("compile")
+    first = case.start()
+    case.wait_until_hanging("compile")
+    second = case.start()
+    time.sleep(1)
+    os.kill(second.pid, signal.SIGSTOP)
+    case.release("compile")
+    assert finish_child(first)["kind"] == "CompileError"
+    tiny_plan(tmp_path / "tiny", header="inline int answer_of_header() { return 45; }\n")
+    case.release("link")
+    os.kill(second.pid, signal.SIGCONT)
+    assert answer(Path(finish_child(second)["library"])) == 45

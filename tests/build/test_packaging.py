@@ -212,7 +212,7 @@ def test_build_says_which_op_failed_and_builds_the_others(source: Path, tmp_path
     with open(broken / "csrc" / "quant" / "quant_cpu.cpp", "a") as file:
         file.write("\nint wrong = nothing_of_that_name;\n")
     environment = child_environment(PYTHONPATH=str(broken), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_LOG="info")
-    command = [sys.executable, "-m", "flexops", "build", "--target", "cpu"]
+    command = [sys.executable, "-m", "flexops", "build", "--device", "cpu"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == CompileError.exit_code, done.stdout + done.stderr
     assert "baseline, avx2, avx512" in done.stdout
@@ -228,7 +228,8 @@ def test_build_says_which_op_failed_and_builds_the_others(source: Path, tmp_path
         (("--target", "cu999-sm1"), 3, "cu999-sm1"),
         (("--target", "cpu", "--arch", "9.0"), 4, "one of them"),
         (("--arch", "9.x"), 4, "9.x"),
-        (("adam", "--target", "cpu", "--out", "/proc/flexops"), 7, "/proc/flexops"),
+        (("adam", "--device", "cpu", "--out", "/proc/flexops"), 7, "/proc/flexops"),
+        (("adam", "--target", "rocm72-gfx942"), 5, "scripts/setup_cuda_dev_environment.sh --target rocm72-gfx942"),
     ],
 )
 def test_build_errors_are_said_in_one_piece(arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit) -> None:

@@ -213,7 +213,7 @@ def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
     build = checkout.calls[2]
     assert build.endswith("[8.9]")
     if "no GPU operators" in done.stderr:
-        assert "--target cpu" in build  # the CPU operators still are
+        assert "--device cpu" in build  # the CPU operators still are
 
 
 def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout: Checkout) -> None:

@@ -9,6 +9,7 @@ from builds import CCACHE, SQUARE, TOOLS, ninja_path, paper_plan, tiny_plan
 
 from flexops.errors import ToolchainError
 from flexops.op_builder import compiler
+from flexops.op_builder.diagnose import diagnose
 from flexops.op_builder.plan import BuildPlan, Step
 
 
@@ -75,6 +76,34 @@ def test_half_a_library_of_a_killed_linker_is_a_failure(tmp_path: Path) -> None:
     plan = shell_plan("half", "printf half > lib.so; kill -9 $$")
     outcome = compiler.run([plan], tmp_path / "work")
     assert outcome.failed(plan)
+
+
+def test_a_killed_ninja_leaves_nothing_to_be_taken_for_whole(tmp_path: Path) -> None:
+    """It dies without a word about what was being written: then no output of the run can be trusted, finished ones neither."""
+    good = shell_plan("good", "echo fine > lib.so; echo > ../done")
+    ninja = "$(cut -d' ' -f6 /proc/$$/stat)"  # the leader of its session
+    half = shell_plan("half", f"while ! [ -e ../done ]; do sleep 0.02; done; printf half > lib.so; kill -9 {ninja}; kill -9 $$")
+    outcome = compiler.run([good, half], tmp_path / "work")
+    assert outcome.returncode == -9
+    assert "SIGKILL" in outcome.output
+    assert outcome.failed(good)
+    assert outcome.failed(half)
+    assert not list((tmp_path / "work").glob("*/lib.so"))
+
+
+def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path: Path) -> None:
+    hanging, good = shell_plan("hanging", "echo half > lib.so; sleep 60"), shell_plan("good", "echo > lib.so")
+    source = tmp_path / "it's slow.cu"
+    source.touch()
+    hanging = hanging._replace(timeout=1, steps=(hanging.steps[0]._replace(inputs=(str(source),)),))
+    outcome = compiler.run([hanging, good], tmp_path / "work")
+    assert outcome.failed(hanging)
+    assert not outcome.failed(good)
+    assert not (tmp_path / "work" / "hanging" / "lib.so").exists()
+    found = diagnose(outcome.output)
+    assert str(source) in found.error
+    assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
+    assert "timeout" not in compiler.render_ninja([good])
 
 
 def test_names_that_end_alike_are_not_confused(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ ninja: build stopped: subcommand failed.
         ("/usr/bin/ld: cannot find -lcudart_static: No such file or directory", "-lcudart_static", "static CUDA runtime", "cuda-toolkit"),
         ("/usr/bin/ld: cannot find -lfoo: No such file or directory", "-lfoo", "library to link", "-L"),
         ("a.o: in function `f':\na.cpp:(.text+0x5): undefined reference to `g()'", "undefined reference", "defined nowhere", "defines it"),
+        ("ptxas a.ptx, line 21; error   : Instruction 'wgmma.fence' not supported on .target 'sm_90'", "wgmma.fence", "suffix a", "TORCH_CUDA_ARCH_LIST"),
+        ("flexops: ninja was ended by SIGKILL", "SIGKILL", "killed", "run it again"),
         ("sh: 1: /usr/bin/g++: Permission denied", "Permission denied", "may not be used", "owner and mode"),
     ],
 )
@@ -56,3 +58,12 @@ def test_silence_is_said(output: str) -> None:
 
 def test_the_last_line_speaks_where_no_error_is_known() -> None:
     assert diagnose("strange\nstranger\n").error == "stranger"
+
+
+def test_the_first_error_of_each_source_that_failed() -> None:
+    steps = [f"FAILED: x/{name}.o\ng++ -c {name}.cpp -o {name}.o\n{name}.cpp:1:1: error: in {name}\n{name}.cpp:2:1: error: follows\n" for name in "abcdefg"]
+    found = diagnose("".join(steps))
+    assert found.error.splitlines() == ["a.cpp:1:1: error: in a", *(f"    {name}.cpp:1:1: error: in {name}" for name in "bcde"), "    and 2 more"]
+    full = diagnose(steps[0] + "FAILED: x/full.o\ncc1plus: fatal error: error writing to /tmp/c.s: No space left on device\n")
+    assert full.cause == "the disk is full"
+    assert full.error.startswith("cc1plus")

@@ -491,10 +491,14 @@ def test_target_architectures(asked: str | None, status: str) -> None:
 
 
 def test_target_libraries() -> None:
-    compiled = [LibraryFact(name, "cuda", "aot", ("9.0",)) for name in OPS]
+    compiled = [LibraryFact(name, "cuda", "aot", ("9.0",), torch_abi="stable-2.11", compiler="13.0") for name in OPS]
     is_(target.libraries(ROW, compiled, OPS), "ok", "compiled for 9.0")
     is_(target.libraries(ROW, compiled[:1], OPS), "warn", "quant", "flexops build --target cu130-sm90")
     is_(target.libraries(ROW, [replace(one_, architectures=("8.0",)) for one_ in compiled], OPS), "warn", "adam, quant")
+    # A library of another row's torch or toolkit is not this one's, whatever its architectures.
+    is_(target.libraries(ROW, [replace(one_, compiler="12.1") for one_ in compiled], OPS), "warn", "adam, quant")
+    is_(target.libraries(ROW, [replace(one_, torch_abi="torch-2.4-cxx11abi0-cu12.1") for one_ in compiled], OPS), "warn", "adam, quant")
+    is_(target.libraries(targets.load().find("cu121-sm90"), compiled, OPS), "warn", "adam, quant")
     # A refusal for this machine's GPU says nothing about the target's.
     is_(target.libraries(ROW, [replace(one_, refusal="the GPU is 8.0") for one_ in compiled], OPS), "ok")
     is_(target.libraries(targets.load().cpu, [LibraryFact(name, "cpu", "cache") for name in OPS], OPS), "ok", "the CPU")

@@ -136,13 +136,14 @@ def architectures(row: Target, asked: str | None) -> Finding:
 
 
 def compiled_ops(row: Target, facts: Iterable[LibraryFact]) -> set[str]:
-    """The ops with a library that runs on the row's GPUs."""
+    """The ops with a library that is the row's: for its GPUs, its torch, and by its toolkit's compiler."""
     from ...compute_capability import ComputeCapability, runs_on
+    from ...targets.fit import is_of
 
     def serves(one: LibraryFact) -> bool:
         if row.accelerator == "cpu":
             return one.device == "cpu" and not one.refusal
-        if one.device != "cuda":
+        if one.device != "cuda" or not is_of(row, one.torch_abi, one.compiler):
             return False
         if row.accelerator == "rocm":
             return set(row.capabilities) <= set(one.architectures)

@@ -10,11 +10,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
 
 if TYPE_CHECKING:
+    from ...op_builder.manifest import Manifest, Refusal
     from ...op_builder.spec import DeviceType
     from ...settings import Settings
     from ...toolchain.model import Toolchain
@@ -165,16 +166,14 @@ def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
                 facts.append(LibraryFact(spec.name, device, "aot", (), damage.reason, damage.fix))
             if entry:
                 refusal = judge(entry.manifest, host)
-                facts.append(_library(spec.name, device, "aot", entry.manifest.architectures, refusal))
+                facts.append(_library(spec.name, device, "aot", entry.manifest, refusal))
             for cached in cached_ones.candidates(f"{spec.name}-{device}"):
-                facts.append(_library(spec.name, device, "cache", cached.manifest.architectures, judge(cached.manifest, host)))
+                facts.append(_library(spec.name, device, "cache", cached.manifest, judge(cached.manifest, host)))
     return tuple(facts)
 
 
-def _library(op: str, device: str, origin: str, architectures: tuple[str, ...], refusal: object) -> LibraryFact:
-    from ...op_builder.manifest import Refusal
-
-    reason, fix = (refusal.reason, refusal.fix) if isinstance(refusal, Refusal) else ("", "")
-    return LibraryFact(op, device, "aot" if origin == "aot" else "cache", architectures, reason, fix)
+def _library(op: str, device: str, origin: Literal["aot", "cache"], manifest: Manifest, refusal: Refusal | None) -> LibraryFact:
+    reason, fix = (refusal.reason, refusal.fix) if refusal else ("", "")
+    return LibraryFact(op, device, origin, manifest.architectures, reason, fix, manifest.torch_abi, manifest.cuda_version)
 
 

@@ -1,0 +1,62 @@
+"""What is a row's build, and what is not: torch and compiler must be the row's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexops import targets
+from flexops.op_builder import catalog
+from flexops.targets.fit import is_of, unfit
+from flexops.toolchain.model import TorchBuild, Version
+
+
+def torch(version: str, *, cuda: str | None = None, hip: str | None = None) -> TorchBuild:
+    return TorchBuild(version, cuda, hip, "", Version.parse(version) >= Version((2, 7)), Path("/torch"))
+
+
+OWN = {
+    "cpu": (torch("2.13.0+cpu"), None),
+    "cu121": (torch("2.4.1+cu121", cuda="12.1"), "12.1"),
+    "cu126": (torch("2.7.1+cu126", cuda="12.6"), "12.6"),
+    "cu128": (torch("2.10.0+cu128", cuda="12.8"), "12.8"),
+    "cu130": (torch("2.14.1+cu130", cuda="13.0"), "13.0"),
+    "cu132": (torch("2.15.0+cu132", cuda="13.2"), "13.2"),
+    "rocm72": (torch("2.13.0+rocm7.2", hip="7.2.53211"), "7.2"),
+}
+
+
+@pytest.mark.parametrize("row", targets.load().targets, ids=lambda row: row.id)
+def test_only_the_rows_own_torch_and_compiler_make_its_build(row: targets.Target) -> None:
+    for name, (build, compiler) in OWN.items():
+        refusal = unfit(row, build, Version.parse(compiler) if compiler else None)
+        own = name == row.toolkit_name
+        assert (refusal is None) == own, name
+        assert is_of(row, build.abi_id, compiler or "") == (own or (row.accelerator == "cpu" and build.stable_abi)), name
+        if refusal is not None:
+            assert f"scripts/setup_cuda_dev_environment.sh --target {row.id}" in refusal.fix
+            assert build.version in refusal.found
+            assert row.torch in refusal.required
+
+
+def test_what_comes_close_is_not_it() -> None:
+    row = targets.load().find("cu130-sm90")
+    mine = OWN["cu130"][0]
+    assert unfit(row, mine, Version((13, 0))) is None
+    for build, compiler in [
+        (None, Version((13, 0))),
+        (mine, None),
+        (mine, Version((13, 2))),
+        (torch("2.14.1+cpu"), Version((13, 0))),  # cross-compiling is what --arch is for
+        (torch("2.13.0+cu130", cuda="13.0"), Version((13, 0))),
+    ]:
+        refusal = unfit(row, build, compiler)
+        assert refusal is not None
+        assert '--arch "9.0"' in refusal.fix
+    assert unfit(targets.load().cpu, torch("2.13.0+cu130", cuda="13.0"), None) is None  # the default index's wheel runs on a CPU, too
+
+
+def test_an_operators_name_means_its_family() -> None:
+    assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {"activation", "norm", "adam"}
+    assert catalog.select(("all",)) == catalog.select(()) == catalog.CATALOG
