@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import _json
 from ..errors import CacheError, CompileError, FlexopsError
 from . import cache_key, compiler, objects, search
 from .cache import BuildCache, Entry, places_today, replace_file
@@ -113,8 +114,9 @@ def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None,
 def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, seconds: float) -> Entry:
     reached = cache_key.reached_headers(plan, compiler.depfiles(plan, directory))
     headers = search.header_states(plan, directory, reached)
+    seen = places_today(plan, search.present(headers))
     # A file edited while the compiler ran would file the old code under the new content's key. (A date in the future is a clock's fault, not an edit.)
-    if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in reached):
+    if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in seen):
         raise CompileError(f"the sources of {plan.name} changed while they were being compiled", fix="run it again")
     base = cache_key.base_key(plan, sources)
     library = directory / plan.library
@@ -164,10 +166,11 @@ def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome
 def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:
     """The last build of these sources that failed; empty if there is none on record."""
     try:
-        record: dict[str, Any] = json.loads(_failure_file(plan, cache, cache_key.source_digests(plan)).read_text(encoding="utf-8"))
-        whole = {"what", "found", "fix", "log", "number", "headers"} <= record.keys() and isinstance(record["headers"], dict)
-    except (OSError, ValueError, AttributeError, RecursionError):
+        record = _json.load(_failure_file(plan, cache, cache_key.source_digests(plan)))
+    except (OSError, ValueError):
         return {}
+    texts = ("what", "found", "fix", "log", "number")
+    whole = isinstance(record, dict) and isinstance(record.get("headers"), dict) and all(isinstance(record.get(name), str) for name in texts)
     return record if whole else {}
 
 
@@ -176,9 +179,11 @@ def _failure_since(earlier: dict[str, Any], plan: BuildPlan, cache: BuildCache) 
     record = _failure(plan, cache)
     if not record or record["number"] == earlier.get("number"):
         return None
-    names = list(record["headers"])
-    today = dict(zip(names, map(cache_key.file_state, places_today(plan, names)), strict=True))
-    return _error(record) if today == record["headers"] else None
+    try:
+        today = [cache_key.file_state(path) for path in places_today(plan, record["headers"])]
+    except OSError:
+        return None
+    return _error(record) if today == list(record["headers"].values()) else None
 
 
 def _error(record: dict[str, Any]) -> CompileError:

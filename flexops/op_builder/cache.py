@@ -137,12 +137,13 @@ class BuildCache:
         return ""
 
     def _current_headers(self, plan: BuildPlan, base: str) -> Digests | None:
-        """Digests, as they are now, of the headers that the last build under this base key reached, or looked for in vain; None if unknown."""
+        """Digests, as they are now, of the headers that the last build under this base key reached, or looked for in vain; None if unknown or gone."""
         try:
             recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
             if not isinstance(recorded, dict):
                 return None
-            return {plan.relocatable(path): cache_key.file_state(path) for path in places_today(plan, recorded)}
+            places = zip(places_today(plan, recorded), recorded.values(), strict=True)
+            return {plan.relocatable(path): (cache_key.file_digest if was else cache_key.file_state)(path) for path, was in places}
         except (OSError, ValueError):
             return None
 

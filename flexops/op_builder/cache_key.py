@@ -84,8 +84,8 @@ def base_key(plan: BuildPlan, sources: Digests) -> str:
 
 
 def full_key(base: str, headers: Digests) -> str:
-    """The artifact's name: the base key with the contents of every header that the build reached. What is absent adds nothing, until it is there."""
-    return digest_fields([("base", base), *sorted(item for item in headers.items() if item[1] != ABSENT)])
+    """The artifact's name: the base key with the contents of every header that the build reached, and with what it looked for in vain."""
+    return digest_fields([("base", base), *sorted(headers.items())])
 
 
 def reached_headers(plan: BuildPlan, depfiles: Sequence[Path]) -> list[str]:

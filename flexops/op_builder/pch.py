@@ -70,7 +70,14 @@ class PrecompiledHeader:
 
 
 def describe(
-    root: Path, flags: tuple[str, ...], host: HostCompiler, torch: TorchBuild, torch_abi: str, environment: tuple[tuple[str, str], ...] = (), *, own: bool = True
+    root: Path,
+    flags: tuple[str, ...],
+    host: HostCompiler,
+    torch: TorchBuild,
+    torch_abi: str,
+    environment: tuple[tuple[str, str], ...] = (),
+    *,
+    own: bool = True,
 ) -> PrecompiledHeader | None:
     """The precompiled header for those flags; None if this compiler's are not supported, the flags include something first, or torch has no headers.
 

@@ -1,4 +1,4 @@
-"""What a compile looked for and did not find. Should such a file come to be, the same command would read it, and mean something else.
+"""Where a compile looked for headers: should a file come to be there, or go, the same command would mean something else.
 
 A dependency file names what was read. It cannot name a header that would have come first on the include path, or one that ``__has_include`` asked for.
 So these places are worked out after a build, from the compiler's own search path and from the names in the user's sources, and kept with the headers:
@@ -40,9 +40,9 @@ class SearchPath(NamedTuple):
 
 
 def header_states(plan: BuildPlan, directory: Path, reached: Iterable[str]) -> cache_key.Digests:
-    """The headers that a build in ``directory`` reached with their digests, and with ``ABSENT`` what it looked for in vain."""
-    in_vain = missed(plan, directory) if plan.watched else ()
-    return {plan.relocatable(path): cache_key.ABSENT for path in in_vain} | {plan.relocatable(path): cache_key.file_digest(path) for path in reached}
+    """The digests of the headers that a build in ``directory`` reached or could have, with ``ABSENT`` for those that it looked for in vain."""
+    asked = places(plan, directory) if plan.watched else ()
+    return {plan.relocatable(path): cache_key.file_state(path) for path in asked} | {plan.relocatable(path): cache_key.file_digest(path) for path in reached}
 
 
 def present(headers: cache_key.Digests) -> cache_key.Digests:
@@ -50,8 +50,8 @@ def present(headers: cache_key.Digests) -> cache_key.Digests:
     return {name: digest for name, digest in headers.items() if digest != cache_key.ABSENT}
 
 
-def missed(plan: BuildPlan, directory: Path) -> list[str]:
-    """The paths, none of which exists, that would change a finished build of the plan in ``directory`` if they did."""
+def places(plan: BuildPlan, directory: Path) -> list[str]:
+    """The paths that decide, by being there or not, what a build of the plan in ``directory`` reads; without those that the key's identity covers."""
     known: dict[tuple[str, ...], SearchPath] = {}
     found: set[str] = set()
     for step in plan.steps:
@@ -59,7 +59,7 @@ def missed(plan: BuildPlan, directory: Path) -> list[str]:
             command = (_host(plan, step), *_search_flags(step.command))
             if command not in known:
                 known[command] = _ask(command)
-            found |= _missed_by(plan, step, directory, known[command])
+            found |= _places_of(plan, step, directory, known[command])
     trusted = tuple(root.rstrip("/") + "/" for root in plan.trusted_roots)
     return sorted(path for path in found if not f"{path}/".startswith(trusted))
 
@@ -87,7 +87,7 @@ def names(text: str) -> set[tuple[str, bool]]:
     return {(one[0] or one[1] or one[2] or one[3], bool(one[1] or one[3])) for one in _NAMED.findall(text.replace("\\\n", ""))}
 
 
-def _missed_by(plan: BuildPlan, step: Step, directory: Path, search: SearchPath) -> set[str]:
+def _places_of(plan: BuildPlan, step: Step, directory: Path, search: SearchPath) -> set[str]:
     depfile = directory / f"{step.output}.d"
     if not depfile.exists():  # it did not come so far
         return set()
@@ -102,18 +102,18 @@ def _missed_by(plan: BuildPlan, step: Step, directory: Path, search: SearchPath)
         else:
             continue
         for name, quoted in names(text):
-            found |= _before(name, (*((folder, *search.quote) if quoted else ()), *search.angle))
+            found |= _up_to(name, (*((folder, *search.quote) if quoted else ()), *search.angle))
     return found | _shadowing(reached, search)
 
 
-def _before(name: str, directories: Iterable[str]) -> set[str]:
-    """What is not there and would be found before that which is."""
+def _up_to(name: str, directories: Iterable[str]) -> set[str]:
+    """The file that a name means, and what is not there and would be found before it."""
     passed: list[str] = []
     for directory in directories:
         path = os.path.join(directory, name)
         if directory and os.path.isfile(path):
             # Nobody puts another <vector> into the compiler's own directories, before the one that is there.
-            return {path for path in passed if not path.startswith(_DISTRIBUTION)}
+            return {path, *(one for one in passed if not one.startswith(_DISTRIBUTION))}
         if directory:
             passed.append(_first_missing(path))
     return set(passed)

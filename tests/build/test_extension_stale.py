@@ -97,6 +97,8 @@ def test_has_include_of_a_file_that_comes_to_be(tmp_path: Path, value: Callable[
     assert value(text, extra_include_paths=[tmp_path]) == 1
     write(tmp_path / "optional" / "part.h", "")
     assert value(text, extra_include_paths=[tmp_path]) == 2
+    (tmp_path / "optional" / "part.h").unlink()
+    assert value(text, extra_include_paths=[tmp_path]) == 1
 
 
 @pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])

@@ -33,7 +33,7 @@ def built(folder: Path, include: Path, source: str, reached: str) -> list[str]:
     plan: BuildPlan = tiny_plan(folder / "tiny", source=source)
     step = plan.steps[0]._replace(command=("g++", f"-I{include}", *plan.steps[0].command[1:]))
     (folder / "tiny.o.d").write_text(f"tiny.o: {folder}/tiny/tiny.cpp {reached}\n")
-    return search.missed(plan._replace(steps=(step, plan.steps[1])), folder)
+    return search.places(plan._replace(steps=(step, plan.steps[1])), folder)
 
 
 def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path)
 
 def test_headers_of_the_compiler_that_could_be_hidden(tmp_path: Path, host_compiler: object) -> None:
     assert host_compiler
-    (tmp_path / "include" / "bits").mkdir(parents=True)
+    (tmp_path / "include" / "bits").mkdir(parents=True)  # a folder of that name is there already
     place = search._ask(("g++",)).angle[0]
     found = built(tmp_path, tmp_path / "include", "#include <vector>\n", f"{place}/vector {place}/bits/move.h {place}/ext/alloc_traits.h")
     own = [path.removeprefix(str(tmp_path)) for path in found if path.startswith(str(tmp_path))]
