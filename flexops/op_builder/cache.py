@@ -224,11 +224,16 @@ class BuildCache:
         except OSError as error:
             raise _not_stored(built, error) from error
         entry = self._place(built, manifest)
-        try:
-            replace_file(self.root / manifest.name / f"{manifest.base}.headers.json", json.dumps(headers, indent=1, sort_keys=True))
-        except OSError as error:
-            raise _not_stored(entry.directory, error) from error
+        self.record_headers(manifest, headers)
         return entry
+
+    def record_headers(self, manifest: Manifest, headers: Digests) -> None:
+        """Write down which headers a build reached; look-ups start from them."""
+        path = self.root / manifest.name / f"{manifest.base}.headers.json"
+        try:
+            replace_file(path, json.dumps(headers, indent=1, sort_keys=True))
+        except OSError as error:
+            raise _not_stored(path, error) from error
 
     def _place(self, built: Path, manifest: Manifest) -> Entry:
         """Rename a whole directory to its key, unless a whole entry is there already."""

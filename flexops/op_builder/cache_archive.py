@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-import json
+import gzip
 import os
+import stat
 import tarfile
-from pathlib import Path, PurePosixPath
+import time
+import zlib
+from pathlib import Path
+from typing import BinaryIO
 
+from .. import _json
 from ..errors import CacheError
-from .cache import BuildCache, Entry, replace_file
-from .manifest import verify
+from .cache import BuildCache, Demands, Entry
+from .manifest import is_plain
+
+MAX_MEMBERS = 100_000
+MAX_RATIO = 200
+"""Of unpacked to packed. Libraries reach 10, a manifest 30; what is made to fill a disk reaches 1000."""
+MAX_SECONDS = 600.0
+_FREE_BYTES = 16 * 2**20  # so small an archive may have any ratio
+_BLOCK = 512
+_CHUNK = 1 << 20
 
 
 def export(cache: BuildCache, file: Path) -> list[Entry]:
     """Write every intact entry of the cache to a gzipped tar archive; the archive appears whole or not at all."""
-    entries = [entry for entry in cache.entries() if verify(entry.directory, entry.manifest) is None]
+    entries = [entry for entry in cache.entries() if entry.manifest.sha256 and Demands(own=not cache.shared, sha256=True).refuse(entry) is None]
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with tarfile.open(partial, "w:gz") as archive:
+        with tarfile.open(partial, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
             for entry in entries:
-                archive.add(entry.directory, arcname=f"{entry.manifest.name}/{entry.manifest.key}", filter=_anonymous)
+                place = f"{entry.manifest.name}/{entry.manifest.key}"
                 headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
-                if headers.exists():
-                    archive.add(headers, arcname=f"{entry.manifest.name}/{headers.name}", filter=_anonymous)
+                for path in (*sorted(entry.directory.iterdir()), headers):
+                    if path.is_file() and not path.is_symlink():
+                        name = f"{entry.manifest.name}/{path.name}" if path == headers else f"{place}/{path.name}"
+                        archive.add(path, arcname=name, recursive=False, filter=_anonymous)
         os.replace(partial, file)
-    except OSError as error:
-        raise CacheError("the archive cannot be written", found=f"{file}: {error.strerror}", fix="name a file where there is space") from error
+    except (OSError, ValueError) as error:  # ValueError: a name too long for the format
+        found = f"{file}: {getattr(error, 'strerror', None) or error}"
+        raise CacheError("the archive cannot be written", found=found, fix="name a file where there is space") from error
     finally:
         partial.unlink(missing_ok=True)
     return entries
@@ -35,47 +51,98 @@ def import_archive(cache: BuildCache, file: Path) -> list[Entry]:
     """Add an archive's entries to the cache; each is checked against its manifest, and entries already there stay.
 
     Raises:
-        CacheError: the file cannot be read, is no such archive, or holds a damaged entry; entries before that one are kept.
+        CacheError: the file cannot be read, is no such archive, holds more than the cache may, or a damaged entry; entries before that one are kept.
     """
     with cache.workspace() as workspace:
         try:
-            with tarfile.open(file, "r:*") as archive:
-                _extract(archive, workspace)
-        except (OSError, tarfile.TarError, EOFError) as error:
-            raise CacheError("this is no archive of flexops cache entries", found=f"{file}: {error}", fix="make one: flexops cache export FILE") from error
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(descriptor, "rb") as packed, gzip.GzipFile(fileobj=packed, mode="rb") as unpacked:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise tarfile.TarError("not a plain file")
+                _extract(_Bounded(packed, unpacked, cache.max_bytes), workspace)
+        except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CacheError("this is no archive of flexops cache entries", found=f"{file}: {reason}", fix="make one: flexops cache export FILE") from error
         adopted = []
         for manifest in sorted(workspace.glob("*/*/manifest.json")):
             adopted.append(cache.adopt(manifest.parent))
-            _adopt_headers(manifest.parent, adopted[-1])
+            _adopt_headers(cache, manifest.parent, adopted[-1])
     return adopted
 
 
-def _adopt_headers(source: Path, entry: Entry) -> None:
-    name = f"{entry.manifest.base}.headers.json"
+def _adopt_headers(cache: BuildCache, source: Path, entry: Entry) -> None:
     try:
-        text = (source.parent / name).read_text(encoding="utf-8")
-        json.loads(text)
+        headers = _json.load(source.parent / f"{entry.manifest.base}.headers.json")
     except (OSError, ValueError):
-        return
-    replace_file(entry.directory.parent / name, text)
+        return  # the next build writes them
+    cache.record_headers(entry.manifest, headers)
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
+    member.mtime = int(member.mtime)
     return member
 
 
-def _extract(archive: tarfile.TarFile, directory: Path) -> None:
-    """Only plain files, only inside ``directory``; written by hand because tarfile's own filters are not in every Python we support."""
-    for member in archive:
-        path = PurePosixPath(member.name)
-        if member.isdir():
+class _Bounded:
+    """The content of a gzip file, read once from start to end, as far as the bounds allow."""
+
+    def __init__(self, packed: BinaryIO, unpacked: gzip.GzipFile, max_bytes: int) -> None:
+        self._packed, self._unpacked, self._max_bytes = packed, unpacked, max_bytes
+        self._until = time.monotonic() + MAX_SECONDS
+        self._count = 0
+
+    def read(self, size: int) -> bytes:
+        """So many bytes (a mebibyte at most), or fewer at the end."""
+        data = self._unpacked.read(size)
+        self._count += len(data)
+        if self._count > self._max_bytes:
+            raise tarfile.TarError(f"more than the {self._max_bytes} bytes that the cache may hold (FLEXOPS_CACHE_MAX_SIZE)")
+        if self._count > max(_FREE_BYTES, MAX_RATIO * self._packed.tell()):
+            raise tarfile.TarError(f"unpacks to more than {MAX_RATIO} times its size, as no libraries do")
+        if time.monotonic() > self._until:
+            raise tarfile.TarError(f"takes more than {MAX_SECONDS:.0f} s to unpack")
+        return data
+
+
+def _extract(archive: _Bounded, directory: Path) -> None:
+    """Only plain files with plain names, only inside ``directory``. Read by hand: ``tarfile`` takes a name or a list of members of any length into memory,
+    for any count of members, and its filters are not in every Python that we support.
+    """
+    for _ in range(MAX_MEMBERS):
+        member = _next(archive)
+        if member is None:
+            return
+        parts = member.name.split("/")
+        if not 2 <= len(parts) <= 3 or not all(map(is_plain, parts)):
+            raise tarfile.TarError(f"unexpected name {member.name[:200]!r}")
+        target = directory.joinpath(*parts)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(target, "xb") as stream:
+            left = member.size
+            while left > 0:
+                data = archive.read(min(left, _CHUNK))
+                if not data:
+                    raise EOFError("it ends in the middle of a file")
+                stream.write(data)
+                left -= len(data)
+            os.fchmod(stream.fileno(), 0o700 if member.mode & stat.S_IXUSR else 0o600)
+        archive.read(-member.size % _BLOCK)
+    raise tarfile.TarError(f"more than {MAX_MEMBERS} files")
+
+
+def _next(archive: _Bounded) -> tarfile.TarInfo | None:
+    """The header of the next file; None at the end."""
+    while True:
+        block = archive.read(_BLOCK)
+        if block == bytes(_BLOCK):
+            return None
+        if len(block) < _BLOCK:
+            raise EOFError("it ends without an end")
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        if member.type == tarfile.DIRTYPE and member.size == 0:
             continue
-        if not member.isfile() or path.is_absolute() or ".." in path.parts or len(path.parts) > 3:
-            raise tarfile.TarError(f"unexpected member {member.name!r}")
-        target = directory.joinpath(*path.parts)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        content = archive.extractfile(member)
-        if content is not None:
-            target.write_bytes(content.read())
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not member.size >= 0:
+            raise tarfile.TarError(f"{member.name[:200]!r} is no plain file (type {member.type!r})")
+        return member

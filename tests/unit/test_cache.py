@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
+import resource
 import shutil
 import stat
 import tarfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -361,3 +364,112 @@ def test_what_is_stored_can_be_read_by_those_who_share_it(cache: BuildCache, pla
     listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
     for path in (cache.root, entry.directory, entry.directory / "manifest.json", listed):
         assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444, path
+
+
+BOMBS = ("zeros", "many files", "a long name", "a sparse file", "a device", "a pipe", "an endless file", "a size beyond the end", "twice the same")
+
+
+def bomb(which: str, path: Path) -> Path:
+    """An archive that took minutes, gigabytes or for ever."""
+    with gzip.open(path, "wb", compresslevel=9) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+
+        def add(name: str, size: int = 0, content: bytes = b"", **fields: object) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = size or len(content)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            archive.addfile(member, io.BytesIO(content) if content else None)
+
+        if which == "zeros":
+            archive.addfile(sized("a/k/lib.so", 2**28), Zeros(2**28))
+        elif which == "many files":
+            for number in range(200):
+                add(f"a/k/{number}", content=b"x")
+        elif which == "a long name":  # 2 MB of it took 2 GB of memory
+            header = tarfile.TarInfo("././@LongLink")
+            header.type, header.size = tarfile.GNUTYPE_LONGNAME, 2**28
+            archive.addfile(header, Zeros(2**28))
+        elif which == "a sparse file":
+            add("a/k/lib.so", type=tarfile.GNUTYPE_SPARSE)
+        elif which == "a device":
+            add("a/k/lib.so", type=tarfile.CHRTYPE, devmajor=1, devminor=5)
+        elif which == "a pipe":
+            add("a/k/lib.so", type=tarfile.FIFOTYPE)
+        elif which == "a size beyond the end":
+            stream.write(sized("a/k/lib.so", 2**40).tobuf(tarfile.GNU_FORMAT))
+        else:
+            add("a/k/lib.so", content=b"x")
+            add("a/k/lib.so", content=b"y")
+    return path if which != "an endless file" else Path("/dev/zero")
+
+
+def sized(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
+
+
+class Zeros(io.RawIOBase):
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        size = min(size, self.left)
+        self.left -= size
+        return bytes(size)
+
+
+@pytest.mark.parametrize("which", BOMBS)
+def test_an_archive_that_would_fill_the_disk_is_refused_early(cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that may have little memory and write little: what is refused only after it was unpacked dies there."""
+    monkeypatch.setattr(cache_archive, "MAX_MEMBERS", 100)
+    archive = bomb(which, tmp_path / "bomb.tar.gz")
+
+    def restricted() -> str:
+        room = 32 * 2**20
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2 * room, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * room, resource.RLIM_INFINITY))
+        with pytest.raises(CacheError, match="no archive") as caught:
+            cache_archive.import_archive(cache, archive)
+        return caught.value.found
+
+    assert in_child(restricted)
+    assert cache.entries() == []
+    assert not list((cache.root / ".tmp").iterdir())
+
+
+def in_child(work: Callable[[], str]) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, work().encode())
+            os._exit(0)
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+            os._exit(1)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as answers:
+        said = answers.read()
+    assert os.waitpid(child, 0)[1] == 0, said
+    return said
+
+
+@pytest.mark.parametrize("name", ["a/k/li\nb.so", "a/k/\x1b[2Jlib.so", "a\x7f/k/lib.so", "a/k/.hidden", "lib.so", "a/b/c/lib.so", "a//lib.so", "./a/k/lib.so"])
+def test_a_name_that_flexops_does_not_write_is_refused(cache: BuildCache, tmp_path: Path, name: str) -> None:
+    with pytest.raises(CacheError, match="no archive") as caught:
+        cache_archive.import_archive(cache, archive_of(tmp_path / "names.tar.gz", {name: b"x"}))
+    assert "unexpected name" in caught.value.found
+    assert caught.value.found.isprintable()
+
+
+def test_an_archive_may_not_hold_more_than_the_cache(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+    add(cache, plan, os.urandom(100_000))
+    cache_archive.export(cache, tmp_path / "cache.tar.gz")
+    with pytest.raises(CacheError, match="no archive") as caught:
+        cache_archive.import_archive(BuildCache(tmp_path / "small", max_bytes=50_000), tmp_path / "cache.tar.gz")
+    assert "FLEXOPS_CACHE_MAX_SIZE" in caught.value.found
