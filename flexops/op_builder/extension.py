@@ -12,14 +12,13 @@ import importlib.util
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .. import toolchain
+from .. import _fork, toolchain
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import Settings
 from .cache import Entry
@@ -40,7 +39,7 @@ class SourceNotFoundError(FlexopsError, FileNotFoundError):
     """A source that ``load`` was given is not there."""
 
 
-_lock = threading.Lock()
+_lock = _fork.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}
 _numbers = itertools.count()
 _opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
@@ -116,7 +115,7 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     path = _installed(entry, Path(os.path.abspath(build_directory))) if build_directory else entry.library
     if request.is_standalone:
         return str(path)
-    with _lock:
+    with _lock.held():
         if _opened.get(str(path), entry.manifest.key) != entry.manifest.key:
             path = entry.library  # the linker gives the old library for a path that it has open
         _opened[str(path)] = entry.manifest.key

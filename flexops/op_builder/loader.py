@@ -8,14 +8,13 @@ start should cost next to nothing.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from .. import settings, toolchain
+from .. import _fork, settings, toolchain
 from ..errors import FlexopsError, NativeUnavailableError
 from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, layout
@@ -56,7 +55,7 @@ class OpStatus:
     path: Path | None = None
 
 
-_lock = threading.RLock()
+_lock = _fork.Lock()
 _statuses: dict[tuple[str, str], OpStatus] = {}
 
 
@@ -70,7 +69,7 @@ def ensure(op: str, device: str) -> bool:
     """
     status = _statuses.get((op, device))
     if status is None:
-        with _lock:
+        with _lock.held(), _fork.postponed():
             status = _statuses.get((op, device))
             if status is None:
                 status = _statuses[op, device] = _resolve(catalog.find(op), device)
@@ -190,7 +189,8 @@ def _compiled(
     try:
         plan = local_plan(spec, device, chosen)
         with progress.shown(plan.name, chosen.log) as report:
-            result = builder.obtain([plan], cache, progress=report, debug=chosen.log == "debug")[0]
+            with _fork.allowed():
+                result = builder.obtain([plan], cache, progress=report, debug=chosen.log == "debug")[0]
             entry = result.require()
     except FlexopsError as error:
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))

@@ -1,0 +1,73 @@
+"""What a fork must not find half done: a child has only the thread that forked, and waits for ever for what another one held.
+
+Python's own locks of modules being imported, and those of the dynamic linker and of torch's registry, are not ours to free in a child. So a fork
+waits while a thread of ours imports or opens something, which takes milliseconds; compiling, which takes long, lets forks pass. Our own locks are
+new in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+_LONGEST = 10.0  # a module of somebody else's may fork, or wait for one that does, while it is imported
+
+_calm = threading.RLock()
+_waited = False
+
+
+class Lock:
+    """A reentrant lock that a child finds free."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:  # and no other: if this very thread forks, the child has to leave the lock that it entered
+            yield
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """While a thread is in here, forks of others wait."""
+    with _calm:
+        yield
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """In ``postponed``: for as long as this lasts, they do not."""
+    calm = _calm
+    calm.release()
+    try:
+        yield
+    finally:
+        calm.acquire()
+
+
+def _before() -> None:
+    global _waited
+    _waited = _calm.acquire(timeout=_LONGEST)
+
+
+def _after_in_parent() -> None:
+    if _waited:
+        _calm.release()
+
+
+def _after_in_child() -> None:
+    global _calm
+    if _waited:
+        _calm.release()
+    else:
+        _calm = threading.RLock()
+
+
+os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
