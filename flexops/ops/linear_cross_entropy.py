@@ -84,7 +84,7 @@ def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _product_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) else x.dtype
 
 
 # ---- chunks of the rows of x, [N, H] -----------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         cost as much as the gradients. Only new states may be replaced: to others' memory a captured CUDA graph may point."""
         alike: dict[Hashable, list[int]] = {}
         for i, (kind, state) in enumerate(zip(self._kinds(params, states), states, strict=True)):
-            if "step" in state and state["step"].dim() == 0:
+            if "step" in state and state["step"].dim() == 0 and state["step"].device.type in ("cpu", "cuda") and type(state["step"]) is Tensor:
                 alike.setdefault((kind, state["step"].device), []).append(i)
         for places in alike.values():
             joined = torch.stack([states[i]["step"] for i in places])

@@ -612,6 +612,21 @@ class Contract:
             graphs.append(counter.frame_count)
         assert len(set(graphs)) == 1, f"graphs after each of {shapes}: {graphs}"
 
+    def test_without_memory(self, case: Case, device: str) -> None:
+        """On meta, forward and backward, shapes and dtypes are those of a call that computes."""
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        expected = run(case.call, args, case.differentiable)
+        leaves = tuple(arg.detach().to("meta").requires_grad_(i in case.differentiable) if isinstance(arg, Tensor) else arg for i, arg in enumerate(args))
+        outputs = tensors_of(case.call(*leaves))
+        assert [(output.shape, output.dtype) for output in outputs] == [(output.shape, output.dtype) for output in expected.outputs]
+        for output in outputs:
+            if output.requires_grad:
+                output.sum().backward(retain_graph=True)
+        for position, gradient in zip(case.differentiable, expected.gradients, strict=True):
+            found = leaves[position].grad
+            assert (found is None) == (gradient is None)
+            assert found is None or found.device.type == "meta"
+
     # -- refusals
 
     def test_refuses_other_dtypes_by_name(self, case: Case, device: str) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from contract import ISA_LEVELS, isa_limit, other_devices
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexops import optim
 from flexops.bench.reference import OnReference
@@ -615,6 +616,18 @@ class StepContract:
                     optimizer.step()
             assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
             assert all(state["step"] == 0 for state in optimizer.state.values() if "step" in state)
+
+    def test_parameters_without_memory(self) -> None:
+        """On meta, and fake ones, as those have who plan what a training takes."""
+        for place in (torch.device("meta"), FakeTensorMode()):
+            with place:
+                params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((80, 70), (3,))]
+                optimizer = self.optimizer(params)
+                for _ in range(2):
+                    for param in params:
+                        param.grad = torch.zeros_like(param)
+                    optimizer.step()
+            assert all(value.device == param.device for param in params for value in optimizer.state[param].values())
 
     def test_each_step_count_has_its_own_storage(self) -> None:
         params = make_params("cpu")
