@@ -67,12 +67,10 @@ def containers(engine: Any) -> set[str]:
     ids=["plain", "root", "any-user", "read-only", "read-only-any-user-volume", "no-network"],
 )
 def test_the_default_command_reports_and_exits_0(engine: Any, cpu_image: str, options: dict[str, Any]) -> None:
-    started = time.monotonic()
     code, out, err = run(engine, cpu_image, **options)
     assert code == 0, out + err
     assert "target cpu" in out
     assert "compiled at install" in out
-    assert time.monotonic() - started < 60  # 6 s on an idle machine; this only rules out that something waits
 
 
 def test_operators_run_native_and_torch_is_quiet(engine: Any, cpu_image: str) -> None:
@@ -121,10 +119,8 @@ def test_the_first_process_passes_signals_on(engine: Any, cpu_image: str) -> Non
         deadline = time.monotonic() + 30
         while b"ready" not in container.logs() and time.monotonic() < deadline:
             time.sleep(0.1)
-        started = time.monotonic()
         container.stop(timeout=20)
-        assert time.monotonic() - started < 10
-        assert container.wait()["StatusCode"] == 7
+        assert container.wait()["StatusCode"] == 7, "not 137, with which the engine ends what lets the time pass"
     finally:
         container.remove(force=True)
 

@@ -38,10 +38,8 @@ def test_a_torch_that_does_not_import_is_a_fact(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(FAKES[kind])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    started = time.monotonic()
     fact = torch_probe.torch(timeout=3.0)
     assert (fact.state, word in fact.detail) == (state, True), fact
-    assert time.monotonic() - started < 20
     assert machine_checks.torch(fact).status == "fail"
 
 

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -409,9 +408,7 @@ def test_a_second_process_runs_nothing(tmp_path: Path) -> None:
 
 def test_this_machine(tmp_path: Path, require: Callable[..., None]) -> None:
     settings = Settings.from_environ({"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")})
-    before = time.perf_counter()
     found = discover(settings, device="cpu")
-    assert time.perf_counter() - before < 30
     assert found.cuda is None
     assert found.torch
     require(found.host, "a C++ compiler", "apt-get install g++")
