@@ -97,7 +97,7 @@ def tiny_plan(folder: Path, *, name: str = "tiny-cpu", compiler: str = "g++", so
     return plan._replace(**changes)
 
 
-def made_up_entry(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "") -> Entry:
+def made_up_entry(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "", **fields: Any) -> Entry:
     """Publish a made-up library for a ``tiny_plan``, as a build that reached its header would."""
     headers = {"<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))}
     base = cache_key.base_key(plan, cache_key.source_digests(plan))
@@ -107,7 +107,7 @@ def made_up_entry(cache: BuildCache, plan: BuildPlan, content: bytes = b"library
         (built / plan.library).write_bytes(content)
         manifest = Manifest(
             name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
-            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi,
+            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi, **fields,
         )  # fmt: skip
         return cache.publish(built, manifest, headers)
 

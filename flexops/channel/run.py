@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import distribution
+from .. import _json, distribution
 from ..errors import ChannelError
 
 OnLine = Callable[[str], None]
@@ -68,7 +68,7 @@ def child(
         text = json.dumps({**request, "action": action, "answer": str(answer)})
         code = logged(command, log, on_line, request=text, environment={**_import_path(), **(environment or {})})
         try:
-            told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            told: dict[str, Any] = _json.load(answer)
         except (OSError, ValueError):
             died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited {code} without an answer"
             raise ChannelError(f"{action} {died}", fix="flexops doctor", log=log) from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .. import settings, toolchain
+from .. import _json, settings, toolchain
 from ..bench import build_ladder, build_markdown, build_text, machine, ops_markdown, ops_plot, ops_text, plot
 from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
@@ -96,7 +96,7 @@ def _climb(arch: str, quick: bool, only: tuple[str, ...], saved: Path | None) ->
 
 def _read_ladder(file: Path) -> Ladder:
     try:
-        return Ladder.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        return Ladder.from_dict(_json.load(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench build --json printed") from error
 
@@ -171,7 +171,7 @@ def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: 
 
 def _read_run(file: Path, names: tuple[str, ...]) -> _Run:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = _json.load(file)
         run = _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench ops --json printed") from error

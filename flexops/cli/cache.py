@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from .. import settings
+from ..errors import CacheError
 from ..op_builder import cache_archive, loader
 from ..op_builder.cache import BuildCache, Entry
 
 app = typer.Typer(no_args_is_help=True, help="Look at the build cache and keep it in order.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_UNBOUNDED = 10_000
 
 
 def _cache() -> BuildCache:
@@ -43,10 +49,18 @@ def list_entries(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=1))
         return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("name", overflow="fold")
+    table.add_column("key", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("last used", no_wrap=True)
+    table.add_column("for", overflow="fold")
     for entry in entries:
-        used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
         what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
-        typer.echo(f"{entry.manifest.name:<24} {entry.manifest.key[:12]}  {_size(entry.size):>10}  {used}  {what}")
+        table.add_row(entry.manifest.name, entry.manifest.key[:12], _size(entry.size), _date(entry.last_used), what)
+    if entries:
+        # A line for each entry where a program reads them; else as wide as the terminal, or COLUMNS.
+        Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _UNBOUNDED, highlight=False, markup=False).print(table)
 
 
 @app.command()
@@ -57,9 +71,31 @@ def prune(max_size: Annotated[str | None, typer.Option(help="Bound to prune to, 
 
 
 @app.command()
-def clear(names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Entries to remove, as `list` names them; all if none.")] = None) -> None:
+def clear(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Entries to remove, as `list` names them; all if none.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
     """Remove entries."""
-    _say_removed(_cache().clear(tuple(names or ())))
+    cache, wanted = _cache(), tuple(names or ())
+    known = sorted({entry.manifest.name for entry in cache.entries()})
+    if unknown := sorted(set(wanted) - set(known)):
+        found = f"{', '.join(unknown)}; {cache.root} holds {', '.join(known) or 'nothing'}"
+        raise CacheError("no entries are called so", found=found, required="names as `flexops cache list` shows them", fix="flexops cache list")
+    if not yes:
+        chosen = [entry for entry in cache.entries() if not wanted or entry.manifest.name in wanted]
+        _ask(f"Remove {len(chosen)} entries ({_size(sum(entry.size for entry in chosen))}) from {cache.root}?")
+    _say_removed(cache.clear(wanted))
+
+
+def _ask(question: str) -> None:
+    """Go on if the answer is yes; where nobody answers, say how to do without."""
+    try:
+        answer = typer.confirm(question, err=True)
+    except typer.Abort:
+        typer.echo("", err=True)
+        raise CacheError("nothing was removed: nobody answered", fix="flexops cache clear --yes") from None
+    if not answer:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -94,6 +130,13 @@ def _as_dict(entry: Entry) -> dict[str, object]:
         "isa_levels": list(manifest.isa_levels),
         "directory": str(entry.directory),
     }
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):  # no date, on whatever clock
+        return "?"
 
 
 def _size(count: float) -> str:

@@ -12,11 +12,15 @@ import json
 import os
 import stat
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+from .. import _json, trust
+
 SCHEMA = 1
 FILE_NAME = "tools.json"
+_TABLES = b',"tables":'
 _SETTLED_NS = 2_000_000_000  # a directory changed this recently may change again within one tick of its mtime
 _MOST_ENTRIES = 400
 
@@ -51,7 +55,8 @@ class Memo:
             return
         self._changed = False
         try:
-            _write(self.path, {"schema": SCHEMA, "tables": _pruned(self._tables)})
+            tables = json.dumps(_pruned(self._tables), separators=(",", ":")).encode()
+            _write(self.path, b'{"schema":%d,"crc32":"%s"%s%s}' % (SCHEMA, _crc32(tables).encode(), _TABLES, tables))
         except OSError:
             return
 
@@ -63,22 +68,20 @@ def for_cache_dir(cache_dir: str) -> Memo:
 
 
 def _read(path: str) -> dict[str, dict[str, list[Any]]]:
+    """An answer can name a program to run, so only the user's own file (or root's) is believed, and only as it was written."""
     try:
-        with open(path, "rb") as file:
-            if not _trusted(os.fstat(file.fileno())):
-                return {}
-            document = json.loads(file.read())
+        content = _json.read(path, accept=trust.problem)
+        document = _json.parse(content)
     except (OSError, ValueError):
         return {}
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or document.get("crc32") != _crc32(content.partition(_TABLES)[2][:-1]):
         return {}
     tables: dict[str, dict[str, list[Any]]] = document.get("tables", {})
     return tables if _well_formed(tables) else {}
 
 
-def _trusted(seen: os.stat_result) -> bool:
-    """An answer can name a program to run, so only the user's own file (or root's) is believed."""
-    return seen.st_uid in (os.getuid(), 0) and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _crc32(tables: bytes) -> str:
+    return f"{zlib.crc32(tables):08x}"
 
 
 def _well_formed(tables: object) -> bool:
@@ -93,7 +96,7 @@ def _pruned(tables: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, list
     return {table: {path: entry for path, entry in entries.items() if os.path.exists(path)} for table, entries in tables.items()}
 
 
-def _write(path: str, document: dict[str, Any]) -> None:
+def _write(path: str, text: bytes) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.stat(folder).st_uid != os.getuid():
@@ -101,8 +104,8 @@ def _write(path: str, document: dict[str, Any]) -> None:
     draft = f"{path}.{os.getpid()}.{time.monotonic_ns()}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(document, file, separators=(",", ":"))
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
         os.chmod(draft, 0o644)  # whatever the umask says: a group-writable file would not be believed
         os.replace(draft, path)
     finally:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from builds import tiny_plan
+from builds import made_up_entry, tiny_plan
 from typer.testing import CliRunner, Result
 
 from flexops import settings
@@ -64,17 +64,51 @@ def test_list(entry: Entry) -> None:
 
 def test_prune_and_clear(entry: Entry, cache_dir: Path) -> None:
     assert "removed 0" in flexops("prune").stdout
-    assert "removed 0" in flexops("clear", "other").stdout
     assert entry.library.exists()
     assert "removed 1" in flexops("prune", "--max-size", "1K").stdout
     assert not entry.library.exists()
-    assert "removed 0" in flexops("clear").stdout
+    assert "removed 0" in flexops("clear", "--yes").stdout
     assert cache_dir.exists()
 
 
 def test_clear_by_name(entry: Entry) -> None:
-    assert "removed 1" in flexops("clear", "tiny-cpu").stdout
+    assert "removed 1" in flexops("clear", "--yes", "tiny-cpu").stdout
     assert not entry.library.exists()
+
+
+def test_clear_asks(entry: Entry) -> None:
+    with pytest.raises(CacheError, match="nobody answered") as caught:
+        flexops("clear")
+    assert caught.value.fix == "flexops cache clear --yes"
+    refused = CliRunner().invoke(app, ["cache", "clear"], input="n\n")
+    assert refused.exit_code == 1
+    assert entry.library.exists()
+    asked = CliRunner().invoke(app, ["cache", "clear"], input="y\n")
+    assert "Remove 1 entries" in asked.output
+    assert "removed 1" in asked.output
+    assert not entry.library.exists()
+
+
+def test_clearing_what_is_not_there_is_said(entry: Entry) -> None:
+    with pytest.raises(CacheError, match="called so") as caught:
+        flexops("clear", "tiny-cpu", "tiny-cup")
+    assert "tiny-cup; " in str(caught.value)
+    assert "tiny-cpu" in caught.value.found
+    assert entry.library.exists()
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_list_wraps(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    plan = tiny_plan(tmp_path / "tiny", name="an_extension_with_the_name_of_somebody_s_whole_project")
+    made_up_entry(BuildCache(cache_dir), plan._replace(isa_levels=("avx512",)), architectures=("8.0", "8.6", "9.0", "9.0a", "10.0", "10.3", "12.0", "12.1+PTX"))
+    (line,) = [line for line in flexops("list").stdout.splitlines() if "an_extension" in line]
+    assert "somebody_s_whole_project" in line, "one line for each where a program reads them"
+    assert "8.0, 8.6, 9.0, 9.0a, 10.0, 10.3, 12.0, 12.1+PTX" in line
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = flexops("list").stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "10.3" in "".join(lines)
+    assert "12.1+PTX" in "".join(lines).replace(" ", "")
 
 
 def test_a_size_that_is_none_is_said(cache_dir: Path) -> None:

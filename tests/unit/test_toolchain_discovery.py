@@ -304,6 +304,25 @@ def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
     assert json.loads(path.read_text())["schema"] == 1
 
 
+def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path: Path) -> None:
+    """An answer of another shape raised at every start; one of another compiler would be believed."""
+    path = tmp_path / "tools.json"
+    memo = Memo(str(path))
+    memo.recall("version", __file__, lambda _: {"path": "/usr/bin/g++", "numbers": [12, 2]})
+    memo.save()
+    good = path.read_bytes()
+    believed = 0
+    for position in range(len(good)):
+        for bit in range(0, 8, 3):
+            flipped = bytearray(good)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            answer = Memo(str(path)).recall("version", __file__, lambda _: "asked again")
+            believed += answer != "asked again"
+            assert answer in ("asked again", {"path": "/usr/bin/g++", "numbers": [12, 2]})
+    assert believed == 0
+
+
 def test_a_memo_that_others_can_write_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
     memo = Memo(str(path))
