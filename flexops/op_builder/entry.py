@@ -105,3 +105,14 @@ def read_entry(directory: Path, demands: Demands | None = None) -> tuple[Entry |
     refusal = demands.refuse(entry)
     return (None, refusal) if refusal else (entry, None)
 
+
+
+def cannot_run(library: Path) -> Refusal | None:
+    """Why no library can be opened where this one is; None if that is not the reason."""
+    try:
+        noexec = bool(os.statvfs(library).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return None
+    if not noexec:
+        return None
+    return Refusal(f"{library} is on a file system mounted noexec: nothing there can be loaded", "export FLEXOPS_CACHE_DIR=<a directory on another file system>")

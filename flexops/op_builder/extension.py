@@ -22,6 +22,7 @@ from .. import _fork, toolchain
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import Settings
 from .cache import Entry
+from .entry import cannot_run
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from .loader import open_cache
 from .plan import BuildPlan
@@ -119,9 +120,14 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
         if _opened.get(str(path), entry.manifest.key) != entry.manifest.key:
             path = entry.library  # the linker gives the old library for a path that it has open
         _opened[str(path)] = entry.manifest.key
-        if request.is_python_module:
-            return _imported(request.name, path)
-        _open(path)
+        try:
+            if request.is_python_module:
+                return _imported(request.name, path)
+            _open(path)
+        except (ImportError, OSError) as error:
+            if refusal := cannot_run(path):
+                raise CacheError(f"extension {request.name} cannot be loaded", found=refusal.reason, fix=refusal.fix) from error
+            raise
         return str(path)
 
 

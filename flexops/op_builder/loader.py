@@ -19,6 +19,7 @@ from ..errors import FlexopsError, NativeUnavailableError
 from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, layout
 from .cache import BuildCache, Entry, read_entry
+from .entry import cannot_run
 from .manifest import Host, Refusal, has_machine_code, judge
 from .spec import DeviceType, OpSpec
 
@@ -118,7 +119,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Refusal(str(error), "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "")
-    return OpStatus(spec.name, device, "reference", "; ".join(refusal.reason for refusal in refusals), fix)
+    return OpStatus(spec.name, device, "reference", "; ".join(dict.fromkeys(refusal.reason for refusal in refusals)), fix)
 
 
 def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Iterator[tuple[Entry, Backend, str]]:
@@ -246,5 +247,5 @@ def _open(entry: Entry) -> Refusal | None:
     try:
         torch.ops.load_library(str(entry.library))  # type: ignore[no-untyped-call, unused-ignore]
     except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
-        return Refusal(f"{entry.library} cannot be opened: {error}", "flexops doctor")
+        return cannot_run(entry.library) or Refusal(f"{entry.library} cannot be opened: {error}", "flexops doctor")
     return None

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,6 +97,34 @@ def test_no_room_for_large_files(folder: Path, limit: int) -> None:
 
 
 # ---- whose, and whether it may be written -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noexec_disk(require: Callable[..., None]) -> Iterator[Path]:
+    """A file system from which nothing is executed."""
+    place = Path(tempfile.mkdtemp(prefix="flexops-noexec-"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,noexec", "none", str(place)], capture_output=True, check=False).returncode == 0
+    if not mounted:
+        place.rmdir()
+    require(mounted, "the right to mount a small file system", "run the tests as root in a container that may mount", "most containers may not mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+    place.rmdir()
+
+
+def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path) -> None:
+    environment = child_environment(FLEXOPS_CACHE_DIR=str(noexec_disk / "cache"))
+    result = run_child("call.py", {"csrc": str(copy_csrc(tmp_path))}, environment)
+    assert (result["values"], result["backend"]) == ([1.0, 4.0, 9.0], "reference")
+    assert result["reason"].count("mounted noexec") == 1
+    assert "FLEXOPS_CACHE_DIR" in result["fix"]
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    code = f"import flexops; flexops.load('answer', [{str(source)!r}], is_python_module=False)"
+    said = subprocess.run([sys.executable, "-c", code], env={**environment, "FLEXOPS_PCH": "0"}, capture_output=True, text=True, check=False).stderr
+    assert "CacheError: extension answer cannot be loaded" in said
+    assert "mounted noexec" in said
+    assert "fix: export FLEXOPS_CACHE_DIR=" in said
 
 
 @pytest.fixture
@@ -218,6 +247,18 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a directory for a library": become_a_directory,
     "tool memory of nonsense": lambda library: (library.parents[2] / "tools.json").write_text('{"schema": 1, "tables": 3}'),
 }
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]', "9" * 400])
+@pytest.mark.parametrize("which", ["manifest.json", "headers.json", "tools.json", "failure.json"])
+def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: str) -> None:
+    library = Path(build(folder, folder / "cache")["library"])
+    (base,) = (path.name.partition(".")[0] for path in library.parent.parent.glob("*.headers.json"))
+    names = {"manifest.json": library.parent, "headers.json": library.parent.parent, "tools.json": library.parents[2], "failure.json": library.parent.parent}
+    (names[which] / (f"{base}.{which}" if which in ("headers.json", "failure.json") else which)).write_text(text)
+    if which == "failure.json":
+        shutil.rmtree(library.parent)
+    assert_right(build(folder, folder / "cache"))
 
 
 @pytest.mark.parametrize("what", DAMAGE)

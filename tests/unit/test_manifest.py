@@ -62,7 +62,55 @@ def test_a_damaged_field_is_refused(changes: dict[str, Any]) -> None:
         Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', MANIFEST.to_json()[:200], "\x00" * 20])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 10**400},
+        {"size": True},
+        {"size": 3.5},
+        {"size": -1},
+        {"build_seconds": 10**400},
+        {"build_seconds": float("inf")},
+        {"cuda_version": "9" * 400 + ".0"},
+        {"cuda_version": "1²"},
+        {"glibc": "2.١"},
+        {"architectures": ["y.0"]},
+        {"architectures": ["9.0", "8.\x000"]},
+        {"architectures": ["native"]},
+        {"architectures": ["gfx-1"]},
+        {"library": "li\x00b.so"},
+        {"library": "lib\n.so"},
+        {"name": "n" * 300},
+        {"key": "\ud800"},
+        {"files": {"<csrc>/a\x00.cu": "1"}},
+        {"files": {"\ud800": "1"}},
+    ],
+)
+def test_a_value_that_no_build_writes_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="manifest field|JSON"):
+        Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
+
+
+def test_amd_architectures_are_architectures() -> None:
+    mine = replace(MANIFEST, architectures=("gfx90a", "gfx942"))
+    assert Manifest.from_json(mine.to_json()) == mine
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    """Whatever a flip makes of a manifest, one architecture of another included, it is not believed to be what was written."""
+    good = replace(MANIFEST, files={"<csrc>/a.cu": "1" * 8}).to_json().encode()
+    for position in range(len(good)):
+        for bit in range(8):
+            flipped = bytearray(good)
+            flipped[position] ^= 1 << bit
+            try:
+                told = Manifest.from_json(flipped.decode())
+            except ValueError:
+                continue
+            assert told.is_damaged() or told == Manifest.from_json(good.decode()), flipped
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', MANIFEST.to_json()[:200], "\x00" * 20, "[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 def test_a_damaged_file_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Manifest.from_json(text)
