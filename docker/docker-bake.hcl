@@ -10,6 +10,8 @@ variable "INDEX_URL" { default = "" }
 variable "JOBS" { default = "" }
 variable "VERSION" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
+variable "SOURCE" { default = "" }
+variable "CREATED" { default = "" }
 
 target "_common" {
   context = "."
@@ -19,6 +21,8 @@ target "_common" {
     JOBS      = JOBS
     VERSION   = VERSION
     REVISION  = REVISION
+    SOURCE    = SOURCE
+    CREATED   = CREATED
   }
 }
 
@@ -41,16 +45,12 @@ target "cpu" {
   args = {
     BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cpu"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/cpu"
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = ""
     TARGET               = "cpu"
-    TOOLKIT              = ""
-    TORCH                = "2.13.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 any"
     LEAST_DRIVER         = ""
   }
 }
@@ -62,16 +62,12 @@ target "cu121-sm80" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.0"
     TARGET               = "cu121-sm80"
-    TOOLKIT              = "12.1.1"
-    TORCH                = "2.4.1"
-    PYTHON               = "3.10"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 12"
     LEAST_DRIVER         = "525"
   }
 }
@@ -83,16 +79,12 @@ target "cu121-sm89" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu121-sm89"
-    TOOLKIT              = "12.1.1"
-    TORCH                = "2.4.1"
-    PYTHON               = "3.10"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 12"
     LEAST_DRIVER         = "525"
   }
 }
@@ -104,16 +96,12 @@ target "cu121-sm90" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu121-sm90"
-    TOOLKIT              = "12.1.1"
-    TORCH                = "2.4.1"
-    PYTHON               = "3.10"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 12"
     LEAST_DRIVER         = "525"
   }
 }
@@ -125,16 +113,12 @@ target "cu126-sm80" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.0"
     TARGET               = "cu126-sm80"
-    TOOLKIT              = "12.6.3"
-    TORCH                = "2.7.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 13"
     LEAST_DRIVER         = "525"
   }
 }
@@ -146,16 +130,12 @@ target "cu126-sm89" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu126-sm89"
-    TOOLKIT              = "12.6.3"
-    TORCH                = "2.7.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 13"
     LEAST_DRIVER         = "525"
   }
 }
@@ -167,16 +147,12 @@ target "cu126-sm90" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu126-sm90"
-    TOOLKIT              = "12.6.3"
-    TORCH                = "2.7.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 13"
     LEAST_DRIVER         = "525"
   }
 }
@@ -188,16 +164,12 @@ target "cu128-sm80" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.0"
     TARGET               = "cu128-sm80"
-    TOOLKIT              = "12.8.1"
-    TORCH                = "2.10.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 14"
     LEAST_DRIVER         = "525"
   }
 }
@@ -209,16 +181,12 @@ target "cu128-sm89" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu128-sm89"
-    TOOLKIT              = "12.8.1"
-    TORCH                = "2.10.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 14"
     LEAST_DRIVER         = "525"
   }
 }
@@ -230,16 +198,12 @@ target "cu128-sm90" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu128-sm90"
-    TOOLKIT              = "12.8.1"
-    TORCH                = "2.10.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 14"
     LEAST_DRIVER         = "525"
   }
 }
@@ -251,16 +215,12 @@ target "cu128-sm100" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "10.0"
     TARGET               = "cu128-sm100"
-    TOOLKIT              = "12.8.1"
-    TORCH                = "2.10.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 14"
     LEAST_DRIVER         = "525"
   }
 }
@@ -272,16 +232,12 @@ target "cu128-sm120" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "12.0"
     TARGET               = "cu128-sm120"
-    TOOLKIT              = "12.8.1"
-    TORCH                = "2.10.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 14"
     LEAST_DRIVER         = "525"
   }
 }
@@ -291,18 +247,14 @@ target "cu130-sm80" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu130-sm80${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.0"
     TARGET               = "cu130-sm80"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -312,18 +264,14 @@ target "cu130-sm89" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu130-sm89${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu130-sm89"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -333,18 +281,14 @@ target "cu130-sm90" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu130-sm90${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu130-sm90"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -354,18 +298,14 @@ target "cu130-sm100" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu130-sm100${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "10.0"
     TARGET               = "cu130-sm100"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -375,18 +315,14 @@ target "cu130-sm120" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu130-sm120${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "12.0"
     TARGET               = "cu130-sm120"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -396,18 +332,14 @@ target "cu132-sm80" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu132-sm80${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.2.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.0"
     TARGET               = "cu132-sm80"
-    TOOLKIT              = "13.2.2"
-    TORCH                = "2.15.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -417,18 +349,14 @@ target "cu132-sm89" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu132-sm89${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.2.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu132-sm89"
-    TOOLKIT              = "13.2.2"
-    TORCH                = "2.15.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -438,18 +366,14 @@ target "cu132-sm90" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu132-sm90${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.2.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu132-sm90"
-    TOOLKIT              = "13.2.2"
-    TORCH                = "2.15.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -459,18 +383,14 @@ target "cu132-sm100" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu132-sm100${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.2.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "10.0"
     TARGET               = "cu132-sm100"
-    TOOLKIT              = "13.2.2"
-    TORCH                = "2.15.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -480,18 +400,14 @@ target "cu132-sm120" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu132-sm120${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:13.2.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "12.0"
     TARGET               = "cu132-sm120"
-    TOOLKIT              = "13.2.2"
-    TORCH                = "2.15.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -503,16 +419,12 @@ target "rocm72-gfx90a" {
   args = {
     BUILD_BASE           = "rocm/dev-ubuntu-24.04:7.2.4-complete"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "hipcc"
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
     ARCH_LIST            = "gfx90a"
     TARGET               = "rocm72-gfx90a"
-    TOOLKIT              = "7.2.4"
-    TORCH                = "2.13.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 any"
     LEAST_DRIVER         = "30.10"
   }
 }
@@ -524,16 +436,12 @@ target "rocm72-gfx942" {
   args = {
     BUILD_BASE           = "rocm/dev-ubuntu-24.04:7.2.4-complete"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "hipcc"
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
     ARCH_LIST            = "gfx942"
     TARGET               = "rocm72-gfx942"
-    TOOLKIT              = "7.2.4"
-    TORCH                = "2.13.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 any"
     LEAST_DRIVER         = "30.10"
   }
 }

@@ -4,12 +4,13 @@
 # The committed lock (envs/requirements/<toolkit>.lock) decides where there is one: nothing else is accepted. Otherwise the pins in <toolkit>.in are
 # resolved here, and what came is locked, so that at least every later stage, and who audits the image, has the same files.
 #   INDEX_URL    instead of the default package index
+#   FTP_PROXY    user:password for it, which must not be kept: see the Dockerfile's head
 #   EXTRA_INDEX  another index that has better wheels for this row; EXTRA_INDEX_REQUIRED=1 if only it has them
 set -eu
 
 wheelhouse=/opt/wheelhouse
 requirements=/opt/docker/requirements
-pip="/opt/flexops/bin/python -m pip download --quiet --progress-bar off --only-binary :all: --dest $wheelhouse"
+download="/opt/flexops/bin/python -m pip download --quiet --progress-bar off --only-binary :all:"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_DEFAULT_TIMEOUT=60
 
 certificates=/tmp/certificates.pem
@@ -19,7 +20,10 @@ done
 if ls /opt/docker/ca-certificates/*.crt >/dev/null 2>&1; then
   export PIP_CERT="$certificates" SSL_CERT_FILE="$certificates"
 fi
-[ -z "${INDEX_URL:-}" ] || export PIP_INDEX_URL="$INDEX_URL"
+if [ -n "${INDEX_URL:-}" ]; then
+  export PIP_INDEX_URL="${INDEX_URL%%://*}://${FTP_PROXY:+$FTP_PROXY@}${INDEX_URL#*://}"
+fi
+unset FTP_PROXY
 
 # The part of a requirements file before or after its line "# build".
 runtime_part() { sed '/^# build$/,$d' "$1"; }
@@ -28,11 +32,14 @@ build_part() { sed '1,/^# build$/d' "$1"; }
 lock=$(find "$requirements" -name '*.lock')
 wishes=$(find "$requirements" -name '*.in')
 mkdir -p "$wheelhouse"
+# What the image's Python comes with is as old as the base: the pip that it keeps is this one.
+/opt/flexops/bin/python -m pip install --quiet --progress-bar off --require-hashes --requirement /opt/docker/pip.lock
+$download --dest "$wheelhouse/sbom" --require-hashes --requirement /opt/docker/sbom.lock
 build_part "$wishes" >"$wheelhouse/build.txt"
 
 if [ -n "$lock" ]; then
   runtime_part "$lock" >"$wheelhouse/runtime.lock"
-  $pip --require-hashes --requirement "$lock"
+  $download --dest "$wheelhouse" --require-hashes --requirement "$lock"
   exit 0
 fi
 
@@ -59,8 +66,8 @@ if [ -n "${EXTRA_INDEX:-}" ]; then
 fi
 runtime_part "$wishes" >/tmp/runtime.txt
 # shellcheck disable=SC2086  # options are words
-$pip $extra --requirement /tmp/runtime.txt
+$download --dest "$wheelhouse" $extra --requirement /tmp/runtime.txt
 /opt/flexops/bin/python /opt/docker/lock_wheels.py "$wheelhouse" >"$wheelhouse/runtime.lock"
 sed 's/ --hash=.*//' "$wheelhouse/runtime.lock" >/tmp/constraints.txt
 # shellcheck disable=SC2086
-$pip $extra --find-links "$wheelhouse" --constraint /tmp/constraints.txt --requirement "$wheelhouse/build.txt"
+$download --dest "$wheelhouse" $extra --find-links "$wheelhouse" --constraint /tmp/constraints.txt --requirement "$wheelhouse/build.txt"

@@ -70,6 +70,7 @@ class Settings:
         virtual_env: ``VIRTUAL_ENV``, the active virtual environment.
         cuda_visible_devices: ``CUDA_VISIBLE_DEVICES``, unparsed; None when unset (set and empty hides every GPU).
         cuda_device_order: ``CUDA_DEVICE_ORDER``, which the numbers in the former refer to.
+        image: ``FLEXOPS_IMAGE_TARGET``: the row whose image this runs in, which the image says; empty elsewhere.
     """
 
     cache_dir: Path
@@ -101,6 +102,7 @@ class Settings:
     cache_signing_key: Path | None = None
     cache_trusted_keys: Path | None = None
     cache_copies: Path | None = None
+    image: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -136,6 +138,7 @@ class Settings:
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
+            image=get("FLEXOPS_IMAGE_TARGET", ""),
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import targets
+from .. import distribution, targets
 from ..errors import FlexopsError
 from ..images import building, checking, listing, naming, running
 from ..images.building import Report, Wish
@@ -22,7 +22,7 @@ from ..targets import render as rendering
 if TYPE_CHECKING:
     from ..images.building import Built
 
-app = typer.Typer(no_args_is_help=True, help="Images of the targets. Needs a container engine and the docker SDK (pip install docker).")
+app = typer.Typer(no_args_is_help=True, help=f"Images of the targets. Needs a container engine and the docker SDK ({distribution.with_extra('images')}).")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")]
@@ -83,17 +83,22 @@ def run(
     stage: StageOption = "runtime",
     tag: TagOption = None,
     volume: Annotated[list[str] | None, typer.Option("--volume", "-v", metavar="SRC:DST", help="Mount a directory; may be repeated.")] = None,
-    user: Annotated[str, typer.Option(metavar="UID:GID", help="Run as this user.")] = "",
+    user: Annotated[str, typer.Option(metavar="UID:GID", help="Run as this user. Default: you, where a directory is mounted; else the image's own.")] = "",
+    shm_size: Annotated[str, typer.Option(metavar="SIZE", help="Shared memory, which a DataLoader's workers need: 8g. Default: half of the memory.")] = "",
+    ipc: Annotated[str, typer.Option(metavar="MODE", help="The engine's mode for shared memory: host, private, ...")] = "",
     network: Network = "",
 ) -> None:
-    """Run a command in an image, with this machine's GPUs and a cache volume."""
+    """Run a command in an image, with this machine's GPUs and shared memory, and a cache volume."""
     row = targets.load().find(target_id)
     client = connect()
     gpus = running.engine_gpus(client, row)
     if gpus.note:
         typer.echo(f"flexops: {gpus.note}", err=True)
-    mounts = [f"{running.CACHE_VOLUME}:/cache", *(_absolute(one) for one in volume or ())]
-    options = {**gpus.options, "volumes": mounts, **_given(user=user, network_mode=network)}
+    mounts = [_absolute(one) for one in volume or ()]
+    options = {
+        **running.engine_comfort(client, mounts=any(one.startswith("/") for one in mounts)), **gpus.options,
+        "volumes": [f"{running.CACHE_VOLUME}:/cache", *mounts], **_given(user=user, shm_size=shm_size, ipc_mode=ipc, network_mode=network),
+    }  # fmt: skip
     raise typer.Exit(running.run(client, row, naming.reference(row.id, naming.stage(stage), tag), command or (), options))
 
 
@@ -120,8 +125,11 @@ def check(
 
 @app.command("list")
 def list_images(as_json: Json = False) -> None:
-    """The images that the engine has, and the targets without one."""
-    found = listing.listing(connect(), targets.load())
+    """The images that the engine has, and the targets without one. Needs no docker SDK."""
+    images, note = listing.inspected()
+    if note:
+        typer.echo(f"flexops: {note}", err=True)
+    found = listing.listing(images, targets.load())
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -17,11 +18,14 @@ from typing import IO, TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import ImageError
 from ..targets import Target
-from ..targets.image_files import build_args, dockerfile_path
+from ..targets.image_files import BASES, build_args, dockerfile_path
 from . import context, dockerfile, naming
 from .engine import engine_root
+from .facts import ImageFacts
 from .failure import Step, explain
+from .judgement import contents_labels
 from .naming import Stage, split
+from .running import FACTS_COMMAND, run_quietly
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -50,11 +54,14 @@ class Wish:
     no_cache: bool = False
     jobs: int | None = None
 
-    def args(self, revision: str, seed: str = "") -> dict[str, str]:
+    def args(self, origin: Mapping[str, str], seed: str = "") -> dict[str, str]:
         """Every build argument: the row's, overruled by the wishes. ``seed``: an image with libraries of an earlier build."""
-        wishes = {"BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": self.index_url, "JOBS": str(self.jobs or ""), "SEED": seed}
-        fixed = {"VERSION": __version__, "REVISION": revision}
-        return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **fixed}
+        index, credentials = without_credentials(self.index_url)
+        wishes = {
+            "BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": index, "FTP_PROXY": credentials, "JOBS": str(self.jobs or ""),
+            "SEED": seed,
+        }  # fmt: skip
+        return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **origin}
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     log = log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
     text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
-    progress, args = _Progress(), wish.args(revision(root), _seed(client, wish))
+    progress, args = _Progress(), wish.args(origin(root), _seed(client, wish))
     with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
         context.pack(root, text, wish.ca_bundle, packed)
         packed.seek(0)
@@ -115,7 +122,7 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     if progress.error or not progress.image:
         message = progress.error or "the engine ended the build without an image"
         raise explain(wish.target.id, progress.failed_step(args), message, free_bytes=_free_bytes(client), log=log)
-    image = client.images.get(progress.image)
+    image = client.images.get(_labelled(client, wish, progress.image, args))
     image.tag(*split(wish.reference))
     steps = progress.step.total if progress.step else 0
     return Built(wish.target.id, wish.reference, str(image.id), round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
@@ -142,6 +149,24 @@ def _keep_kernels(client: DockerClient, wish: Wish, image: str) -> None:
         for event in client.api.build(fileobj=io.BytesIO(text.encode()), tag=naming.kernels(wish.target.id), rm=True, forcerm=True, decode=True):
             if "error" in event:
                 break
+
+
+def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, str]) -> str:
+    """The id of that image with labels that say what is in it, which the build can only find out by looking into it; the same id for the same contents."""
+    code, out, err, _ = run_quietly(client, wish.target, image, FACTS_COMMAND, {"network_mode": "none"})
+    if code:
+        raise ImageError(f"{wish.target.id}: the image cannot say what is in it", found=err.strip(), fix=f"flexops image build --no-cache {wish.target.id}")
+    labels = contents_labels(ImageFacts.from_dict(json.loads(out)))
+    if digests := client.images.get(args[BASES[wish.stage]]).attrs.get("RepoDigests"):
+        labels["org.opencontainers.image.base.digest"] = digests[0].rpartition("@")[2]
+    text = f"FROM {image}\nLABEL " + " ".join(f"{name}={json.dumps(value)}" for name, value in labels.items()) + "\n"
+    progress = _Progress()
+    for event in client.api.build(fileobj=io.BytesIO(text.encode()), rm=True, forcerm=True, decode=True):
+        progress.error = event.get("error", progress.error)
+        progress.image = event.get("aux", {}).get("ID", progress.image)
+    if progress.error or not progress.image:
+        raise ImageError(f"{wish.target.id}: the image cannot be labelled", found=progress.error or "the engine gave no image", fix="docker info")
+    return progress.image
 
 
 def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -199,18 +224,33 @@ def log_path(root: Path, wish: Wish) -> Path:
     return root / ".flexops" / "images" / f"{wish.target.id}-{wish.stage}.log"
 
 
-def revision(root: Path) -> str:
-    """The checkout's commit, with ``+changed`` if files differ from it; ``unknown`` where git cannot tell."""
-    try:
-        head = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+changed" if changed else "")
+def origin(root: Path) -> dict[str, str]:
+    """Where an image of this checkout comes from, as build arguments.
+
+    ``CREATED`` is the commit's date, not the build's: an image that differs from the last one in nothing else is the same image.
+    """
+    changed = "+changed" if _git(root, "status", "--porcelain") else ""
+    return {
+        "VERSION": __version__,
+        "REVISION": (_git(root, "rev-parse", "HEAD") or "unknown") + changed,
+        "SOURCE": without_credentials(_git(root, "remote", "get-url", "origin"))[0],
+        "CREATED": _git(root, "log", "-1", "--format=%cI"),
+    }
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    """What git says; nothing where it cannot tell."""
+    try:
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def without_credentials(url: str) -> tuple[str, str]:
+    """A URL without its ``user:password``, and these; both empty if they are."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, _ = rest.partition("/")[0].rpartition("@")
+    return (f"{scheme}://{rest[len(credentials) + 1:]}", credentials) if separator and at else (url, "")
 
 
 def _free_bytes(client: DockerClient) -> int | None:

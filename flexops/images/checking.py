@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..doctor.finding import Finding, Status, fail, ok, worst
+from ..doctor.finding import Finding, Status, fail, worst
 from ..errors import ImageError
 from ..targets import Target
-from ..targets.image_files import LABEL_PREFIX, build_args
+from ..targets.image_files import BASES, LABEL_PREFIX, build_args
 from .facts import ImageFacts
-from .judgement import judge, judge_labels
-from .naming import STAGE_LABEL
-from .running import create
+from .judgement import judge, judge_labels, judge_report
+from .naming import STAGE_LABEL, build_command
+from .running import FACTS_COMMAND, run_quietly
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
-TRIALS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("plain", {}),
-    ("as root", {"user": "0:0"}),
-    ("as an arbitrary user", {"user": "43210:54321"}),
-    ("read-only", {"read_only": True, "tmpfs": {"/cache": "exec,mode=1777"}}),
-    ("without network", {"network_mode": "none"}),
+TRIALS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("plain", "", {}),
+    ("as-root", "--user 0:0", {"user": "0:0"}),
+    ("as-an-arbitrary-user", "--user 43210:54321", {"user": "43210:54321"}),
+    ("read-only", "--read-only --tmpfs /cache:exec,mode=1777", {"read_only": True, "tmpfs": {"/cache": "exec,mode=1777"}}),
+    ("without-network", "--network none", {"network_mode": "none"}),
 )
-"""The circumstances that doctor has to work in, as options of the SDK."""
-
-_SECONDS = 600
+"""The circumstances that doctor has to work in, as words for docker and as options of the SDK."""
 
 
 @dataclass(frozen=True)
@@ -80,55 +77,41 @@ def check(client: DockerClient, row: Target, name: str, options: Mapping[str, An
     try:
         image = client.images.get(name)
     except ImageNotFound as error:
-        raise ImageError(f"there is no image {name}", fix=f"flexops image build {row.id}") from error
+        raise ImageError(f"there is no image {name}", fix=build_command(row.id, name)) from error
     common = dict(options or {})
-    labels = image.labels
-    findings = [*judge_labels(row, labels), *_contents(client, row, name, labels, common)]
-    findings += [_trial(client, row, name, what, {**common, **circumstances}) for what, circumstances in TRIALS]
+    known = _facts(client, row, name, common)
+    findings = [*judge_labels(row, image.labels, known), *_contents(row, image.labels, known)]
+    findings += [_trial(client, row, name, what, words, {**common, **circumstances}) for what, words, circumstances in TRIALS]
     return Checked(row.id, name, tuple(findings), tuple(layers(image.history())), int(image.attrs["Size"]))
 
 
-def _contents(client: DockerClient, row: Target, name: str, labels: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[Finding]:
-    command = ["python", "-m", "flexops.images.inside", "facts"]
-    code, out, err, _ = _run(client, row, name, command, options)
-    if code:
-        yield fail("contents", _last(err) or f"exit code {code}", "an image that can say what is in it", f"flexops image build {row.id}")
+def _facts(client: DockerClient, row: Target, name: str, options: Mapping[str, Any]) -> ImageFacts | str:
+    """What is in the image, by its own account, or why that cannot be had."""
+    code, out, err, _ = run_quietly(client, row, name, FACTS_COMMAND, options)
+    try:
+        return _last(err) or f"exit code {code}" if code else ImageFacts.from_dict(json.loads(out))
+    except (ValueError, TypeError, KeyError):
+        return "its flexops is of another version than this one"
+
+
+def _contents(row: Target, labels: Mapping[str, str], known: ImageFacts | str) -> Iterator[Finding]:
+    if isinstance(known, str):
+        yield fail("contents", known, "an image that can say what is in it", f"flexops image build {row.id}")
         return
     args = build_args(row)
-    own_base = labels.get("org.opencontainers.image.base.name") == args["RUNTIME_BASE"] and labels.get(LABEL_PREFIX + "build-base") == args["BUILD_BASE"]
-    yield from judge(row, ImageFacts.from_dict(json.loads(out)), strict_base=own_base, runtime=labels.get(STAGE_LABEL) != "dev")
+    stage = labels.get(STAGE_LABEL, "runtime")
+    own_base = labels.get("org.opencontainers.image.base.name") == args[BASES[stage]] and labels.get(LABEL_PREFIX + "build-base") == args["BUILD_BASE"]
+    yield from judge(row, known, strict_base=own_base, runtime=stage != "dev")
 
 
-def _trial(client: DockerClient, row: Target, name: str, what: str, options: Mapping[str, Any]) -> Finding:
+def _trial(client: DockerClient, row: Target, name: str, what: str, words: str, options: Mapping[str, Any]) -> Finding:
     """Doctor, as the default command runs it, under these circumstances."""
-    code, out, err, seconds = _run(client, row, name, ["doctor", "--json"], options)
-    identifier = "doctor-" + what.replace(" ", "-")
+    code, out, err, seconds = run_quietly(client, row, name, ["doctor", "--json"], options)
+    command = " ".join(["docker run --rm", *words.split(), name])
     try:
-        report = json.loads(out)
+        return judge_report(f"doctor-{what}", json.loads(out), code, seconds, command)
     except ValueError:
-        return fail(identifier, f"no report: {_last(err) or f'exit code {code}'}", "doctor's report", f"docker run --rm {name}")
-    faults = [f"{one['id']}: {one['found']}" for section in report.get("sections", []) for one in section["findings"] if one["status"] == "fail"]
-    if code or faults:
-        return fail(identifier, "; ".join(faults) or f"exit code {code}", "a report without faults", f"docker run --rm {name}")
-    return ok(identifier, f"{report.get('status', 'ok')}, in {seconds:.1f} s")
-
-
-def _run(client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]) -> tuple[int, str, str, float]:
-    """Exit code, output, errors and seconds of a container."""
-    from docker.errors import APIError
-
-    container = create(client, row, name, command, options)
-    started = time.monotonic()
-    try:
-        container.start()
-        code = int(container.wait(timeout=_SECONDS)["StatusCode"])
-        seconds = time.monotonic() - started
-        out, err = (container.logs(stdout=stdout, stderr=not stdout).decode(errors="replace") for stdout in (True, False))
-        return code, out, err, seconds
-    except APIError as error:
-        raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
-    finally:
-        container.remove(force=True)
+        return fail(f"doctor-{what}", f"no report: {_last(err) or f'exit code {code}'}", "doctor's report", command)
 
 
 def _last(text: str) -> str:

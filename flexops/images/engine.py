@@ -14,6 +14,10 @@ GET_ONE = "sudo apt-get install -y docker.io && sudo systemctl start docker   # 
 _TIMEOUT = 600
 
 
+class NoSdk(ImageError):
+    """The docker SDK for Python is not installed."""
+
+
 def connect() -> DockerClient:
     """A client of the engine that the environment names (``DOCKER_HOST``), which answers.
 
@@ -25,7 +29,7 @@ def connect() -> DockerClient:
         from docker import DockerClient
         from docker.errors import DockerException
     except ImportError as error:
-        raise ImageError("images need the docker SDK for Python", found=str(error), fix=distribution.with_extra("images")) from error
+        raise NoSdk("this needs the docker SDK for Python", found=str(error), fix=distribution.with_extra("images")) from error
     try:
         client = DockerClient.from_env(timeout=_TIMEOUT)
         client.ping()

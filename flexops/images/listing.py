@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..targets import Matrix
+from .engine import NoSdk, connect, unreachable
 from .naming import STAGE_LABEL, TARGET_LABEL
-
-if TYPE_CHECKING:
-    from docker import DockerClient
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,31 @@ class Local:
         return asdict(self)
 
 
-def listing(client: DockerClient, matrix: Matrix) -> tuple[Local, ...]:
+def inspected() -> tuple[list[dict[str, Any]], str]:
+    """What the engine says about each image that carries a target's label, as ``docker inspect`` prints it; and why there is nothing, if it cannot be asked.
+
+    Without the docker SDK the program ``docker`` asks. Raises ``ImageError`` if the engine does not answer.
+    """
+    try:
+        return [image.attrs for image in connect().images.list(filters={"label": TARGET_LABEL})], ""
+    except NoSdk as error:
+        if not shutil.which("docker"):
+            return [], f"{error.what} or the program docker, to know which images there are\n  fix: {error.fix}"
+    names = _docker("image", "ls", "--quiet", "--no-trunc", "--filter", f"label={TARGET_LABEL}").split()
+    found: list[dict[str, Any]] = json.loads(_docker("image", "inspect", *dict.fromkeys(names))) if names else []
+    return found, ""
+
+
+def _docker(*arguments: str) -> str:
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise unreachable(done.stderr.strip())
+    return done.stdout
+
+
+def listing(images: Iterable[Mapping[str, Any]], matrix: Matrix) -> tuple[Local, ...]:
     """Every row with its images, in the matrix's order; then images of targets that the matrix no longer has."""
-    found = [one for image in client.images.list(filters={"label": TARGET_LABEL}) for one in _local(image)]
+    found = [one for image in images for one in _local(image)]
     unknown = sorted({one.target for one in found} - set(matrix.ids))
     rows: list[Local] = []
     for target_id in (*matrix.ids, *unknown):
@@ -38,7 +62,7 @@ def listing(client: DockerClient, matrix: Matrix) -> tuple[Local, ...]:
     return tuple(rows)
 
 
-def _local(image: Any) -> list[Local]:
-    labels = image.labels
-    common = (labels.get(STAGE_LABEL, ""), int(image.attrs["Size"]), image.attrs.get("Created", "")[:19], labels.get("org.opencontainers.image.revision", ""))
-    return [Local(labels[TARGET_LABEL], name, *common) for name in image.tags]
+def _local(image: Mapping[str, Any]) -> list[Local]:
+    labels = image["Config"]["Labels"]
+    common = (labels.get(STAGE_LABEL, ""), int(image["Size"]), image.get("Created", "")[:19], labels.get("org.opencontainers.image.revision", ""))
+    return [Local(labels[TARGET_LABEL], name, *common) for name in image.get("RepoTags") or ()]

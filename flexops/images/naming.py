@@ -52,6 +52,14 @@ def reference(target_id: str, stage: Stage, tag: str | None = None, *, several: 
     return tag
 
 
+def build_command(target_id: str, name: str) -> str:
+    """The command that makes the image of that name."""
+    for stage in STAGES:
+        if name == reference(target_id, stage):
+            return f"flexops image build {target_id}" + ("" if stage == "runtime" else f" --stage {stage}")
+    return f"flexops image build {target_id} --tag {name}"
+
+
 def kernels(target_id: str) -> str:
     """The image that keeps the libraries of a row's last build, so that the next one compiles only what has changed."""
     return f"{REPOSITORY}-kernels:{target_id}"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ImageError
 from ..targets import Target
 from .engine import information
+from .naming import build_command
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
 
 CACHE_VOLUME = "flexops-cache"
+FACTS_COMMAND = ("python", "-m", "flexops.images.inside", "facts")
+_SECONDS = 600
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -86,9 +90,22 @@ def gpu_options(row: Target, engine: Mapping[str, Any], host: HostGpus) -> GpuOp
     if "nvidia" in (engine.get("Runtimes") or {}) or (host.nvidia and host.hook):
         return GpuOptions({"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]})
     if host.nvidia:
-        fix = "sudo apt-get install -y nvidia-container-toolkit && sudo nvidia-ctk runtime configure && sudo systemctl restart docker"
+        fix = "install nvidia-container-toolkit (https://docs.nvidia.com/datacenter/cloud-native/container-toolkit), and restart the engine"
         return GpuOptions(note=f"there is an NVIDIA GPU, but the engine cannot pass it on: the operators run on the CPU\n  fix: {fix}")
     return GpuOptions(note="no NVIDIA GPU on this machine: the operators run on the CPU")
+
+
+def comfort(engine: Mapping[str, Any], uid: int, gid: int, *, mounts: bool) -> dict[str, Any]:
+    """What a container gets unless it is asked for otherwise. Pure.
+
+    Shared memory as Linux itself gives it, half of the memory: the engine's 64 MB end a DataLoader's workers with a bus error. Where a directory of this
+    machine is mounted, the user who calls, to whom it belongs; under an engine without root that user is the container's root.
+    """
+    options: dict[str, Any] = {"shm_size": int(engine.get("MemTotal") or 0) // 2 or None}
+    if mounts:
+        rootless = any("rootless" in str(one) for one in engine.get("SecurityOptions") or ())
+        options["user"] = "0:0" if rootless else f"{uid}:{gid}"
+    return {name: value for name, value in options.items() if value}
 
 
 def run(client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]) -> int:
@@ -113,9 +130,29 @@ def create(client: DockerClient, row: Target, name: str, command: Sequence[str],
     try:
         return client.containers.create(name, list(command), **options)
     except ImageNotFound as error:
-        raise ImageError(f"there is no image {name}", found=str(error.explanation), fix=f"flexops image build {row.id}") from error
+        raise ImageError(f"there is no image {name}", found=str(error.explanation), fix=build_command(row.id, name)) from error
     except APIError as error:
         raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
+
+
+def run_quietly(
+    client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
+) -> tuple[int, str, str, float]:
+    """Exit code, output, errors and seconds of a container, which is removed; raises ``ImageError`` if it cannot be run."""
+    from docker.errors import APIError
+
+    container = create(client, row, name, command, options)
+    started = time.monotonic()
+    try:
+        container.start()
+        code = int(container.wait(timeout=_SECONDS)["StatusCode"])
+        seconds = time.monotonic() - started
+        out, err = (container.logs(stdout=stdout, stderr=not stdout).decode(errors="replace") for stdout in (True, False))
+        return code, out, err, seconds
+    except APIError as error:
+        raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
+    finally:
+        container.remove(force=True)
 
 
 def _attached(container: Container) -> int:
@@ -192,3 +229,8 @@ def _interactive(client: DockerClient, container: Container) -> int:
 def engine_gpus(client: DockerClient, row: Target) -> GpuOptions:
     """``gpu_options`` for this engine and machine."""
     return gpu_options(row, information(client), look())
+
+
+def engine_comfort(client: DockerClient, *, mounts: bool) -> dict[str, Any]:
+    """``comfort`` for this engine and user."""
+    return comfort(information(client), os.getuid(), os.getgid(), mounts=mounts)

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
+from .. import distribution
 from .model import Accelerator, Matrix, Target
 
 LABEL_PREFIX = "dev.flexops."
 BAKE = "docker/docker-bake.hcl"
+
+BASES = {"runtime": "RUNTIME_BASE", "dev": "BUILD_BASE"}
+"""The build argument that names the base of each stage that is kept."""
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 _NAMES: dict[Accelerator, str] = {"cpu": "machines without a GPU", "cuda": "CUDA", "rocm": "ROCm"}
@@ -22,10 +26,8 @@ def _label_lines(values: Mapping[str, str]) -> str:
     return " \\\n      ".join(f'{name}="{value}"' for name, value in values.items())
 
 
-_ORIGIN = "ARG VERSION=unknown\nARG REVISION=unknown\nLABEL " + _label_lines(
-    {"org.opencontainers.image.version": "${VERSION}", "org.opencontainers.image.revision": "${REVISION}"}
-)
-"""Last in each stage that is kept, for it differs from commit to commit."""
+_ORIGIN_ARGS = {"VERSION": "unknown", "REVISION": "unknown", "SOURCE": "", "CREATED": ""}
+"""Where an image comes from: what differs from commit to commit, and so comes last in each stage that is kept."""
 
 
 class _DockerTemplate(Template):
@@ -40,15 +42,17 @@ def dockerfile_path(accelerator: Accelerator) -> str:
 
 def build_args(target: Target) -> dict[str, str]:
     """Every build argument that the matrix decides, in the order of the Dockerfile."""
-    return {**_base_args(target), **_wheelhouse_args(target), "ARCH_LIST": target.arch_list, **_pin_args(target)}
+    return {**_base_args(target), "COMPILER": _compiler(target), **_wheelhouse_args(target), "ARCH_LIST": target.arch_list, **_pin_args(target)}
 
 
 def labels(target: Target) -> dict[str, str]:
-    """The labels that the matrix decides, as a finished image carries them."""
-    return {
-        LABEL_PREFIX + name.lower().replace("_", "-"): value
-        for name, value in {**_pin_args(target), "ARCH_LIST": target.arch_list, "ACCELERATOR": target.accelerator}.items()
-    }
+    """The labels that the matrix decides. Those that say what is in an image (its Python, torch, architectures) are read from it when it is built."""
+    pins = {_label(name): value for name, value in _pin_args(target).items()}
+    return {**pins, LABEL_PREFIX + "accelerator": target.accelerator}
+
+
+def _label(argument: str) -> str:
+    return LABEL_PREFIX + argument.lower().replace("_", "-")
 
 
 def files(matrix: Matrix, header: str) -> dict[str, str]:
@@ -78,9 +82,11 @@ def dockerfile(target: Target, header: str) -> str:
         "arch_list": _quoted(target.arch_list),
         "arch_list_variable": _ARCH_VARIABLES[target.accelerator],
         "base_args": _arg_lines(_base_args(target)),
+        "compiler": _compiler(target),
+        "distribution": distribution.NAME,
         "wheelhouse_args": _arg_lines(_wheelhouse_args(target)),
     }
-    return _fill("Dockerfile.in", **values, dev=_tail(target, "dev"), runtime=_tail(target, "runtime"), origin=_ORIGIN).rstrip("\n") + "\n"
+    return _fill("Dockerfile.in", **values, dev=_tail(target, "dev"), runtime=_tail(target, "runtime"), origin=_origin()).rstrip("\n") + "\n"
 
 
 def bake(matrix: Matrix, header: str) -> str:
@@ -102,6 +108,11 @@ def _base_args(target: Target) -> dict[str, str]:
     }
 
 
+def _compiler(target: Target) -> str:
+    """The device compiler that the base must have; empty where none is needed, or it comes from the package index."""
+    return "" if target.toolkit_requirement else {"cpu": "", "cuda": "nvcc", "rocm": "hipcc"}[target.accelerator]
+
+
 def _reference(image: str, digest: str) -> str:
     return f"{image}@{digest}" if digest else image
 
@@ -112,15 +123,12 @@ def _wheelhouse_args(target: Target) -> dict[str, str]:
 
 
 def _pin_args(target: Target) -> dict[str, str]:
-    return {
-        "TARGET": target.id,
-        "TOOLKIT": target.toolkit,
-        "TORCH": target.torch,
-        "PYTHON": target.python,
-        "NINJA": target.ninja,
-        "HOST_COMPILER": " ".join(bound or "any" for bound in target.host_compiler),
-        "LEAST_DRIVER": target.least_driver,
-    }
+    return {"TARGET": target.id, "LEAST_DRIVER": target.least_driver}
+
+
+def _origin() -> str:
+    described = {"org.opencontainers.image." + name.lower(): f"${{{name}}}" for name in _ORIGIN_ARGS}
+    return f"{_arg_lines(_ORIGIN_ARGS)}\nLABEL {_label_lines(described)}"
 
 
 def _tail(target: Target, stage: str) -> str:
@@ -130,10 +138,10 @@ def _tail(target: Target, stage: str) -> str:
         "org.opencontainers.image.title": "flexops",
         "org.opencontainers.image.description": "Fused PyTorch operators, compiled, matched and checked",
         "org.opencontainers.image.licenses": "Apache-2.0",
-        "org.opencontainers.image.base.name": "${RUNTIME_BASE}",
+        "org.opencontainers.image.vendor": distribution.AUTHOR,
+        "org.opencontainers.image.base.name": f"${{{BASES[stage]}}}",
         LABEL_PREFIX + "build-base": "${BUILD_BASE}",
-        **{LABEL_PREFIX + name.lower().replace("_", "-"): value for name, value in pins.items()},
-        LABEL_PREFIX + "arch-list": "${ARCH_LIST}",
+        **{_label(name): value for name, value in pins.items()},
         LABEL_PREFIX + "accelerator": target.accelerator,
         LABEL_PREFIX + "stage": stage,
     }
@@ -141,7 +149,6 @@ def _tail(target: Target, stage: str) -> str:
     return _fill(
         "Dockerfile-tail.in",
         pin_args=_arg_lines(_pin_args(target)),
-        arch_list=_quoted(target.arch_list),
         labels=_label_lines(described),
         driver=" FLEXOPS_IMAGE_DRIVER=${LEAST_DRIVER} NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility" if cuda else "",
     ).rstrip("\n")

@@ -28,6 +28,7 @@ class SearchContext(NamedTuple):
         conda_prefix: the conda environment, if one is active.
         cuda_home, rocm_home, cxx: the user's explicit wishes.
         launcher: likewise; ``none`` for no launcher.
+        image: the row whose image this runs in, if any.
         root: prefixed to the system's own directories (``/usr/local``, ``/opt``, ``/usr``); empty on a real machine.
         memo: what earlier searches learned.
         probe: asks an executable for its version and identity.
@@ -42,6 +43,7 @@ class SearchContext(NamedTuple):
     rocm_home: str | None = None
     cxx: str | None = None
     launcher: str | None = None
+    image: str = ""
     root: str = ""
     machine: str = "x86_64"
     memo: Memo | None = None

@@ -13,6 +13,14 @@ from .model import Rejected, Toolchain, TorchBuild, Version
 
 def missing(toolchain: Toolchain, device: Literal["cpu", "cuda"] = "cuda") -> ToolchainError | None:
     """The first thing that a build for this device type needs and this toolchain has not got, as an error to raise; None when all is there."""
+    error = _missing(toolchain, device)
+    if error and toolchain.image and toolchain.torch:  # which has no compiler on purpose, and no user who may install one
+        build, run = (f"flexops image {what} {toolchain.image} --stage dev" for what in ("build", "run"))
+        error.fix = f'{build} && {run} -v "$PWD:/workspace" -- bash   # outside of this image: the one with compilers'
+    return error
+
+
+def _missing(toolchain: Toolchain, device: Literal["cpu", "cuda"]) -> ToolchainError | None:
     if toolchain.torch is None:
         return ToolchainError("torch is not installed", found=f"no torch for {sys.executable}", required="torch", fix=f"{sys.executable} -m pip install torch")
     if device == "cuda" and toolchain.torch.hip and toolchain.rocm is None:

@@ -48,6 +48,7 @@ def search_context(settings: Settings) -> SearchContext:
         rocm_home=_text(settings.rocm_home),
         cxx=settings.cxx,
         launcher=settings.launcher,
+        image=settings.image,
         machine=os.uname().machine,
         memo=memo.for_cache_dir(str(settings.cache_dir)),
         listings={},
@@ -72,6 +73,7 @@ def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device
         found_via=tuple((name, choice.taken.found_via) for name, choice in choices.items() if choice.taken),
         rejected=tuple(one for choice in choices.values() for one in choice.rejected),
         notes=tuple(note for choice in choices.values() for note in choice.notes),
+        image=context.image,
         tried=tuple((name, where) for name, choice in choices.items() if choice.taken is None for where in choice.tried),
     )
 

@@ -94,6 +94,7 @@ class Toolchain(NamedTuple):
         notes: what was taken though it is not quite what one would choose, for example a toolkit of another minor than torch's.
         environment: the variables that are set and that compilers and linkers read by themselves.
         tried: for each thing looked for and not had, ``(field, where it was looked for)``, one entry for each place.
+        image: the row whose image this is in; empty elsewhere.
     """
 
     torch: TorchBuild | None = None
@@ -107,3 +108,4 @@ class Toolchain(NamedTuple):
     notes: tuple[str, ...] = ()
     tried: tuple[tuple[str, str], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    image: str = ""

@@ -108,7 +108,8 @@ def index_url(engine: Any, base: str) -> Iterator[str]:
     said = engine.containers.run(base, ["sh", "-c", ask], network_mode="none", remove=True).decode().strip()
     python = row.python if said == "none" else said  # which the build then installs
     directory = _STATE / f"wheels-{python}"
-    wheel_index.fetch(REPOSITORY / "envs" / "requirements" / f"{row.toolkit_name}.in", python, directory, row.index)
+    wanted = [REPOSITORY / "envs" / "requirements" / f"{row.toolkit_name}.in", REPOSITORY / "docker" / "pip.lock", REPOSITORY / "docker" / "sbom.lock"]
+    wheel_index.fetch(wanted, python, directory, row.index)
     with wheel_index.serve(directory) as url:
         yield url
 

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import registry
 from conftest import BASE, REPOSITORY, Image
+from wheel_index import CREDENTIALS
 
 from flexops import targets
 from flexops.errors import ImageError
@@ -96,20 +97,62 @@ def test_image_list_names_it(image: Image, cpu_image: str) -> None:
     assert {one["target"] for one in found} >= set(targets.load().ids)
 
 
-def test_its_labels_carry_every_pin(engine: Any, cpu_image: str) -> None:
+def test_its_labels_say_what_is_in_it(engine: Any, cpu_image: str) -> None:
     found = engine.images.get(cpu_image).labels
     assert labels(targets.load().cpu).items() <= found.items()
     assert found["org.opencontainers.image.base.name"] == BASE
-    assert "org.opencontainers.image.revision" in found
+    assert {f"org.opencontainers.image.{name}" for name in ("revision", "source", "created", "vendor")} <= found.keys()
+    script = "import platform, torch, importlib.metadata as m; print(platform.python_version(), torch.__version__, m.version('ninja'))"
+    _, out, _ = run(engine, cpu_image, "python", "-c", script)
+    assert [found[f"dev.flexops.{name}"] for name in ("python", "torch", "ninja")] == out.split()
 
 
 def test_nothing_of_the_build_reaches_it(engine: Any, cpu_image: str, index_url: str) -> None:
     image = engine.images.get(cpu_image)
     told = json.dumps([image.attrs["Config"], image.history()])
-    assert index_url not in told
-    script = f"grep -rl --exclude-dir=proc --exclude-dir=sys {index_url.split('//')[1]} /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
+    index = index_url.partition("@")[2]
+    assert index not in told
+    script = f"grep -rlE --exclude-dir=proc --exclude-dir=sys '{index}|{CREDENTIALS}' /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
     _, out, _ = run(engine, cpu_image, "sh", "-c", script, user="0")
     assert out.split() == ["docker", "flexops"]
+
+
+def test_no_image_on_the_engine_keeps_the_indexs_credentials(engine: Any, cpu_image: str) -> None:
+    assert engine.images.get(cpu_image)
+    everything = engine.api.images(all=True)  # stages that no image derives from, too
+    assert len(everything) > 10
+    for one in everything:
+        told = json.dumps([engine.api.inspect_image(one["Id"]), engine.api.history(one["Id"])])
+        assert CREDENTIALS not in told
+
+
+def test_who_runs_it_can_change_nothing_of_it(engine: Any, cpu_image: str) -> None:
+    script = "find / -xdev -type f -writable -not -path '/proc/*' 2>/dev/null; find / -xdev -type f -perm /6000 2>/dev/null; echo 'and that is all'"
+    for user in ("", "43210:54321"):
+        _, out, err = run(engine, cpu_image, "sh", "-c", script, **({"user": user} if user else {}))
+        assert out == "and that is all\n", out + err
+
+
+def test_it_lists_its_contents_and_has_the_locked_pip(engine: Any, cpu_image: str) -> None:
+    script = "cat /opt/flexops/share/flexops/sbom.json; echo; echo ---; pip list --format json; dpkg-query --show libc6 | cut -f 2"
+    code, out, err = run(engine, cpu_image, "sh", "-c", script)
+    assert code == 0, err
+    listed, _, known = out.partition("\n---\n")
+    document = json.loads(listed)
+    assert document["bomFormat"] == "CycloneDX"
+    components = {(one["name"], one["version"]) for one in document["components"]}
+    packages, libc = known.splitlines()
+    installed = {(one["name"], one["version"]) for one in json.loads(packages)}
+    assert installed <= components
+    assert ("libc6", libc) in components
+    (locked,) = re.findall(r"^pip==(\S+)", (REPOSITORY / "docker" / "pip.lock").read_text(), re.MULTILINE)
+    assert dict(installed)["pip"] == locked
+
+
+def test_where_it_cannot_compile_it_names_the_image_that_can(engine: Any, cpu_image: str) -> None:
+    code, _, err = run(engine, cpu_image, "python", "-c", "import flexops; flexops.load_inline('x', 'int f() { return 1; }', functions='f')")
+    assert code == 1
+    assert "flexops image build cpu --stage dev" in err
 
 
 def test_the_first_process_passes_signals_on(engine: Any, cpu_image: str) -> None:
@@ -134,6 +177,18 @@ def test_image_run_passes_output_and_exit_code_on(engine: Any, image: Image, cpu
     assert containers(engine) == before
 
 
+def test_image_run_has_room_for_workers_and_writes_as_who_calls(image: Image, cpu_image: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "data = torch.utils.data.DataLoader([torch.ones(25_000_000) for _ in range(4)], num_workers=2)\n"  # 100 MB each, beyond an engine's 64 MB
+        "open('result.txt', 'w').write(str(sum(int(batch.sum()) for batch in data)))\n"
+    )
+    done = image("run", "cpu", "--tag", cpu_image, "--volume", f"{tmp_path}:/workspace", "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "result.txt").read_text() == "100000000"
+    assert (tmp_path / "result.txt").stat().st_uid == os.getuid()
+
+
 def test_a_dev_image_compiles(engine: Any, image: Image, checkout: Path) -> None:
     done = image.build("cpu", "--stage", "dev", "--tag", "flexops:cpu-test-dev", checkout=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -141,9 +196,21 @@ def test_a_dev_image_compiles(engine: Any, image: Image, checkout: Path) -> None
     code, out, err = run(engine, "flexops:cpu-test-dev", *command, user="43210:54321")
     assert code == 0, out + err
     assert [one["error"] for one in json.loads(out)] == [None]
+    code, out, _ = run(engine, "flexops:cpu-test-dev", "cat", "/opt/flexops/share/flexops/sbom.json")
+    assert {"g++", "torch"} <= {one["name"] for one in json.loads(out)["components"]}
+    assert engine.images.get("flexops:cpu-test-dev").labels["org.opencontainers.image.base.name"] == BASE
 
 
 # ---- rebuilding ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rebuild_of_the_same_is_the_same_image(image: Image, engine: Any, checkout: Path, cpu_image: str) -> None:
+    """Also when it starts from the libraries of the build before, which that one did not have."""
+    first = engine.images.get(cpu_image).id
+    assert engine.images.get(naming.kernels("cpu"))
+    done = image.build("cpu", "--tag", "flexops:cpu-test-again", checkout=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert engine.images.get("flexops:cpu-test-again").id == first
 
 
 def test_an_edit_rebuilds_what_depends_on_it(image: Image, checkout: Path, cpu_image: str) -> None:
@@ -235,6 +302,13 @@ def test_a_base_that_cannot_be_had(image: Image) -> None:
     assert done.returncode == 10
     assert "the base image cannot be had" in done.stderr
     assert "registry.invalid/no/such:base" in done.stderr
+    assert "fix: --build-base" in done.stderr
+
+
+def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(image: Image) -> None:
+    done = image("build", "cu121-sm80", "--build-base", BASE, "--runtime-base", BASE, "--network", "none")
+    assert done.returncode == 10
+    assert "no nvcc" in done.stderr
     assert "fix: --build-base" in done.stderr
 
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexops import targets
+import flexops
+from flexops import targets, toolchain
+from flexops.doctor.finding import Finding, Report, Section
 from flexops.errors import ImageError, TargetError
 from flexops.images import building, checking, context, dockerfile, engine, failure, judgement, listing, naming, running
 from flexops.images.facts import ImageFacts, Library
 from flexops.images.failure import Step
 from flexops.op_builder.catalog import CATALOG
+from flexops.settings import Settings
 from flexops.targets import image_files, locks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +65,13 @@ def test_one_tag_cannot_name_several() -> None:
         naming.reference("cpu", "runtime", "team/flexops:1", several=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "command"), [("flexops:cpu", "cpu"), ("flexops:cpu-dev", "cpu --stage dev"), ("team/flexops:1.0", "cpu --tag team/flexops:1.0")]
+)
+def test_the_command_that_makes_an_image(name: str, command: str) -> None:
+    assert naming.build_command("cpu", name) == f"flexops image build {command}"
+
+
 def test_splitting_a_name() -> None:
     assert naming.split("registry:5000/a/b") == ("registry:5000/a/b", "latest")
     assert naming.split("registry:5000/a/b:c") == ("registry:5000/a/b", "c")
@@ -76,7 +90,8 @@ def test_an_unknown_stage_names_the_known() -> None:
 def test_every_build_argument_is_one_of_the_dockerfile(row: targets.Target) -> None:
     text = (ROOT / image_files.dockerfile_path(row.accelerator)).read_text()
     declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
-    assert set(building.Wish(row, "runtime", "x", jobs=2, index_url="x").args("abc", "flexops-kernels:x")) <= declared
+    wish = building.Wish(row, "runtime", "x", jobs=2, index_url="https://me:secret@x/simple")
+    assert set(wish.args(building.origin(ROOT), "flexops-kernels:x")) - declared == {"FTP_PROXY"}
 
 
 @pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
@@ -125,6 +140,46 @@ def test_bake_has_every_row_and_a_group_for_each_accelerator() -> None:
 def test_a_digest_pins_the_base() -> None:
     row = replace(CUDA, build_digest="sha256:" + "a" * 64)
     assert image_files.build_args(row)["BUILD_BASE"] == f"{CUDA.build_base}@sha256:{'a' * 64}"
+
+
+def test_credentials_of_an_index_are_no_argument_that_an_engine_keeps() -> None:
+    args = building.Wish(CPU, "runtime", "x", index_url="https://me:s3cret@index.example:8443/simple").args({})
+    assert args["INDEX_URL"] == "https://index.example:8443/simple"
+    assert [name for name, value in args.items() if "s3cret" in value] == ["FTP_PROXY"]  # a proxy's: engines leave them out of an image's history
+    for url in ("https://index.example/simple", "git@host:a/b", ""):
+        assert building.without_credentials(url) == (url, "")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_kernels_are_compiled_with_is_all_that_it_takes(path: Path, tmp_path: Path) -> None:
+    """The stage `kernels` has a part of the package only, which must do."""
+    (kernels,) = (stage for stage in dockerfile.stages(path.read_text())[1] if stage.name == "kernels")
+    for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels.text, re.MULTILINE):
+        for source in ROOT.glob(wanted):
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            (tmp_path / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            copy(source, tmp_path / source.relative_to(ROOT))
+    assert not (tmp_path / "flexops/images").exists()
+    script = "import flexops.op_builder.__main__ as m, pathlib; print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
+    command = [sys.executable, "-S", "-c", script]  # without what is installed, a flexops perhaps
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("row", [CPU, CUDA, ROCM, MATRIX.find("cu121-sm80")], ids=lambda row: row.id)
+def test_a_base_must_have_the_compiler_that_the_index_has_not(row: targets.Target, tmp_path: Path) -> None:
+    compiler = image_files.build_args(row)["COMPILER"]
+    assert compiler == ("nvcc" if row.toolkit.startswith("12.") else "hipcc" if row.accelerator == "rocm" else "")
+    check = ["/bin/sh", str(ROOT / "docker/check_base.sh"), compiler]
+    done = subprocess.run(check, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False)
+    if compiler and not any(Path(place, compiler).exists() for place in ("/usr/local/cuda/bin", "/opt/rocm/bin")):
+        error = failure.explain(row.id, Step(3, 60, "RUN sh check_base.sh", done.stderr), "code: 1")
+        assert done.returncode == 1
+        assert f"no {compiler}" in error.found
+        assert "--build-base" in error.fix
+    (tmp_path / (compiler or "any")).write_text("#!/bin/sh\n")
+    (tmp_path / (compiler or "any")).chmod(0o755)
+    assert subprocess.run(check, env={"PATH": str(tmp_path)}, check=False).returncode == 0
 
 
 def test_there_is_no_package_called_docker() -> None:
@@ -191,7 +246,7 @@ def test_only_what_a_stage_needs_is_sent(path: Path) -> None:
     names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "runtime"))[1]]
     assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "installed", "check", "runtime"]
     names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "dev"))[1]]
-    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "dev"]
+    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "developing", "listed", "dev"]
     with pytest.raises(ImageError, match="nowhere"):
         dockerfile.only(path.read_text(), "nowhere")
 
@@ -203,7 +258,7 @@ def test_everything_copied_is_in_the_context(path: Path) -> None:
     for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
         for source in line.split()[:-1]:
             if "$" not in source and "[" not in source:
-                assert any(name == source or name.startswith(source) for name in sent), source
+                assert any(fnmatchcase(name, source) or name.startswith(source) for name in sent), source
 
 
 def test_nothing_else_is_sent() -> None:
@@ -287,7 +342,7 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False
     )
-    assert "images need the docker SDK" in done.stderr
+    assert "this needs the docker SDK" in done.stderr
     assert 'pip install "flexops-torch[images]"' in done.stderr
 
 
@@ -295,7 +350,7 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
 
 
 class FakeImage:
-    id, attrs = "sha256:1", {"Size": 10}
+    id, attrs = "sha256:1", {"Size": 10, "RepoDigests": ["base@sha256:2"]}
 
     def __init__(self) -> None:
         self.tagged: list[tuple[str, str]] = []
@@ -304,17 +359,43 @@ class FakeImage:
         self.tagged.append((repository, tag))
 
 
+class FakeContainer:
+    """One that has said what is in its image."""
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def start(self) -> None:
+        pass
+
+    def wait(self, timeout: int) -> dict[str, int]:
+        return {"StatusCode": int(timeout < 1)}
+
+    def logs(self, stdout: bool, stderr: bool) -> bytes:
+        assert stdout is not stderr
+        return self.said.encode() if stdout else b""
+
+    def remove(self, force: bool) -> None:
+        assert force
+
+
 class FakeClient:
     """An engine that tells a story."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.image, self.closed, self.options = events, FakeImage(), False, {}
         self.kept: list[tuple[str, str]] = []
+        self.labelled = ""
+        self.containers = SimpleNamespace(create=lambda *_, **__: FakeContainer(json.dumps(facts(CUDA).as_dict())))
         self.api, self.images = SimpleNamespace(build=self.build), SimpleNamespace(get=lambda _: self.image)
 
     def build(self, **options: Any) -> Iterator[dict[str, Any]]:
         if "tag" in options:
             self.kept.append((options["tag"], options["fileobj"].read().decode()))
+            return
+        if "custom_context" not in options:
+            self.labelled = options["fileobj"].read().decode()
+            yield {"aux": {"ID": "sha256:3"}}
             return
         self.options = options
         for event in self.events:
@@ -359,6 +440,10 @@ def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
     args = client.options["buildargs"]
     assert (args["BUILD_BASE"], args["RUNTIME_BASE"], args["JOBS"], args["ARCH_LIST"]) == ("mirror/cuda:1", CUDA.runtime_base, "3", "9.0")
     assert client.options["network_mode"] == "host"
+    assert client.labelled.startswith("FROM sha256:1\nLABEL ")
+    for label in ('dev.flexops.python="3.12.3"', f'dev.flexops.torch="{CUDA.torch}"', 'dev.flexops.toolkit="13.0"', 'dev.flexops.arch-list="9.0"'):
+        assert label in client.labelled
+    assert 'org.opencontainers.image.base.digest="sha256:2"' in client.labelled
 
 
 COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.op_builder cpu\n"}]
@@ -404,14 +489,20 @@ def test_an_interrupt_closes_the_connection(project: Path) -> None:
     assert client.image.tagged == []
 
 
-def test_the_revision(tmp_path: Path) -> None:
-    assert building.revision(tmp_path) == "unknown" or shutil.which("git") is None
+def test_the_origin(tmp_path: Path) -> None:
+    nothing = {"VERSION": flexops.__version__, "REVISION": "unknown", "SOURCE": "", "CREATED": ""}
+    assert building.origin(tmp_path) == nothing or shutil.which("git") is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert re.fullmatch(r"[0-9a-f]{40}", building.revision(tmp_path))
+    subprocess.run([*git, "remote", "add", "origin", "https://me:s3cret@forge.example/a/flexops"], check=True)
+    dates = {"GIT_COMMITTER_DATE": "2026-01-02T03:04:05+00:00"}
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True, env={**os.environ, **dates})
+    found = building.origin(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{40}", found["REVISION"])
+    assert found["SOURCE"] == "https://forge.example/a/flexops"
+    assert found["CREATED"].startswith("2026-01-02T03:04:05")
     (tmp_path / "new").touch()
-    assert building.revision(tmp_path).endswith("+changed")
+    assert building.origin(tmp_path)["REVISION"].endswith("+changed")
 
 
 # ---- GPU options -----------------------------------------------------------------------------------------------------------------------------------------
@@ -453,7 +544,7 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
     """Of an image that is in order."""
     devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
     libraries = tuple(
-        Library(f"{spec.name}-{device}", device, row.toolkit if device == "cuda" else "", row.capabilities if device == "cuda" else ())
+        Library(f"{spec.name}-{device}", device, row.toolkit_minor if device == "cuda" else "", row.capabilities if device == "cuda" else ())
         for spec in CATALOG
         for device in devices
         if device in spec.devices
@@ -498,7 +589,8 @@ def test_libraries_must_be_there_and_for_the_row() -> None:
     name = CATALOG[0].name
     good = [library for library in facts(CUDA).libraries if library.name != f"{name}-cuda"]
     assert statuses(CUDA, facts(CUDA, libraries=tuple(good))) == {f"image-{name}-cuda": "fail"}
-    for other in (Library(f"{name}-cuda", "cuda", "13.0", ("12.0",)), Library(f"{name}-cuda", "cuda", refusal="needs glibc 9")):
+    wrong_toolkit = Library(f"{name}-cuda", "cuda", "13.2", ("9.0",))
+    for other in (wrong_toolkit, Library(f"{name}-cuda", "cuda", "13.0", ("12.0",)), Library(f"{name}-cuda", "cuda", refusal="needs glibc 9")):
         assert statuses(CUDA, facts(CUDA, libraries=(*good, other))) == {f"image-{name}-cuda": "fail"}
 
 
@@ -506,11 +598,28 @@ def test_facts_survive_json() -> None:
     assert ImageFacts.from_dict(facts(CUDA).as_dict()) == facts(CUDA)
 
 
-def test_labels_against_the_matrix() -> None:
-    good = {**image_files.labels(CUDA), "org.opencontainers.image.revision": "abc"}
-    assert {one.status for one in judgement.judge_labels(CUDA, good)} == {"ok"}
-    wrong = [one for one in judgement.judge_labels(CUDA, {**good, "dev.flexops.torch": "2.0.0"}) if one.status == "fail"]
-    assert [(one.found, one.required) for one in wrong] == [("dev.flexops.torch=2.0.0", CUDA.torch)]
+def test_labels_against_the_matrix_and_the_image() -> None:
+    inside = facts(CUDA)
+    good = {**image_files.labels(CUDA), **judgement.contents_labels(inside), "org.opencontainers.image.revision": "abc"}
+    assert {one.status for one in judgement.judge_labels(CUDA, good, inside)} == {"ok"}
+    for label, wrong, right in (("target", "cpu", CUDA.id), ("python", "3.11.2", f"{CUDA.python}.3"), ("toolkit", "13.0.3", "13.0")):
+        faults = [one for one in judgement.judge_labels(CUDA, {**good, f"dev.flexops.{label}": wrong}, inside) if one.status == "fail"]
+        assert [one.found for one in faults] == [f"dev.flexops.{label}={wrong}"]
+        assert faults[0].required.startswith(right)
+    by_docker_alone = {name: value for name, value in good.items() if name != "dev.flexops.python"}
+    assert [(one.id, one.status) for one in judgement.judge_labels(CUDA, by_docker_alone, inside)] == [("labels", "warn"), ("revision", "ok")]
+
+
+@pytest.mark.parametrize("status", ["ok", "warn", "fail"])
+def test_what_doctor_found_is_named(status: Any) -> None:
+    told = Finding("cache", status, "the cache is full of sand", "no sand", "sweep")
+    report = json.loads(json.dumps(Report("cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)).as_dict()))
+    found = judgement.judge_report("doctor-plain", report, int(status == "fail"), 1.0, "docker run --rm x")
+    assert found.status == status
+    if status != "ok":
+        assert found.found == "cache: the cache is full of sand"
+        assert found.required == "no sand"
+        assert found.fix.startswith("docker run --rm x")
 
 
 def test_layers_are_told_by_what_made_them() -> None:
@@ -523,14 +632,70 @@ def test_layers_are_told_by_what_made_them() -> None:
     assert [(layer.size, layer.made_by) for layer in checking.layers(history)] == [(9, "Imported from -"), (7, "sh x"), (5, "COPY dir:1 in /opt")]
 
 
+LOCAL = {"RepoTags": ["flexops:cpu-dev"], "Size": 3, "Created": "2026-01-01T00:00:00.1Z", "Config": {"Labels": {}}}
+LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
+
+
 def test_every_row_is_listed_with_its_images() -> None:
-    image = SimpleNamespace(
-        labels={naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}, tags=["flexops:cpu-dev"], attrs={"Size": 3, "Created": "2026-01-01T00:00:00.1Z"}
-    )
-    client = SimpleNamespace(images=SimpleNamespace(list=lambda **_: [image]))
-    found = listing.listing(client, MATRIX)  # type: ignore[arg-type]
+    found = listing.listing([LOCAL], MATRIX)
     assert [one.target for one in found] == list(MATRIX.ids)
     assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
+
+
+@pytest.mark.parametrize("program", [True, False], ids=["docker", "nothing"])
+def test_images_are_listed_without_the_sdk(tmp_path: Path, program: bool) -> None:
+    (tmp_path / "bin").mkdir()
+    if program:
+        (tmp_path / "inspected.json").write_text(json.dumps([LOCAL]))
+        docker = tmp_path / "bin" / "docker"
+        docker.write_text(f'#!/bin/sh\ncase "$2" in ls) echo sha256:1; echo sha256:1;; inspect) exec /bin/cat {tmp_path}/inspected.json;; esac\n')
+        docker.chmod(0o755)
+    script = (
+        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.startswith('docker'): raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Nothing())\nsys.argv[1:] = ['image', 'list']\nfrom flexops.cli import main\nmain()"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(MATRIX.ids)
+    assert ("flexops:cpu-dev" in done.stdout) is program
+    assert ('pip install "flexops-torch[images]"' in done.stderr) is not program
+
+
+@pytest.mark.parametrize(
+    ("engine", "mounts", "expected"),
+    [
+        ({"MemTotal": 16 << 30}, False, {"shm_size": 8 << 30}),
+        ({"MemTotal": 16 << 30}, True, {"shm_size": 8 << 30, "user": "1000:1001"}),
+        ({"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}, True, {"user": "0:0"}),
+        ({}, False, {}),
+    ],
+)
+def test_what_a_container_gets_unasked(engine: dict[str, Any], mounts: bool, expected: dict[str, Any]) -> None:
+    assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
+
+
+def test_where_an_image_has_no_compiler_another_image_is_the_mend(tmp_path: Path) -> None:
+    for image in ("cpu", ""):
+        found = toolchain.missing(_without_a_compiler(tmp_path, image), "cpu")
+        assert found
+        assert "no C++ compiler" in found.what
+        assert ("flexops image build cpu --stage dev" in found.fix) is bool(image)
+
+
+def _without_a_compiler(tmp_path: Path, image: str) -> toolchain.Toolchain:
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "FLEXOPS_IMAGE_TARGET": image}
+    return toolchain.discover(Settings.from_environ(environment), device="cpu")
+
+
+def test_the_systems_packages_are_in_the_list_of_contents() -> None:
+    listed = "installed\tlibc6\t2.36-9+deb12u14\tamd64\nconfig-files\tgone\t1\tall\ninstalled\ttar\t1:1.34\tamd64\n"
+    make_sbom = runpy.run_path(str(ROOT / "docker/make_sbom.py"))
+    found = make_sbom["system_components"](listed, "debian", "12")
+    assert [(one["name"], one["version"]) for one in found] == [("libc6", "2.36-9+deb12u14"), ("tar", "1:1.34")]
+    assert found[0]["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u14?arch=amd64&distro=debian-12"
+    assert "@1%3A1.34?" in found[1]["purl"]
 
 
 # ---- the entrypoint ----------------------------------------------------------------------------------------------------------------------------------------

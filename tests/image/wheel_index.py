@@ -5,27 +5,37 @@ pip fetches the wheels once, as this machine's settings say, into a directory th
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import html
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+CREDENTIALS = "someone:s3cret"
+"""What the index wants to know of whoever asks, as private ones do."""
+
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64")
 
 
-def fetch(requirements: Path, python: str, directory: Path, extra_index: str = "") -> None:
-    """Download the wheels that these requirements come to on a Python such as ``"3.11"``; nothing is done if they are there."""
-    wanted = requirements.read_text()
+def fetch(requirements: Sequence[Path], python: str, directory: Path, extra_index: str = "") -> None:
+    """Download the wheels that these requirements, each for itself, come to on a Python such as ``"3.11"``; nothing is done if they are there."""
+    wanted = "".join(path.read_text() for path in requirements)
     done = directory / "done.txt"
     if done.is_file() and done.read_text() == wanted:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    for path in requirements:
+        _download(path, python, directory, extra_index)
+    done.write_text(wanted)
+
+
+def _download(requirements: Path, python: str, directory: Path, extra_index: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(directory), "--requirement", str(requirements)]
     if python != "{}.{}".format(*sys.version_info[:2]):
         command += ["--python-version", python, "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS)]
@@ -33,14 +43,17 @@ def fetch(requirements: Path, python: str, directory: Path, extra_index: str = "
     extra = ["--extra-index-url", extra_index, "--retries", "0", "--timeout", "10"] if extra_index else []
     if not extra or subprocess.run([*command, *extra], check=False).returncode:
         subprocess.run(command, check=True)
-    done.write_text(wanted)
 
 
 class _Index(SimpleHTTPRequestHandler):
     """``/simple/<project>/`` lists the wheels of a project; ``/<file>`` is one."""
 
     def do_GET(self) -> None:
-        if match := re.fullmatch(r"/simple/([^/]+)/", self.path):
+        if self.headers.get("Authorization") != "Basic " + base64.b64encode(CREDENTIALS.encode()).decode():
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Basic")
+            self.end_headers()
+        elif match := re.fullmatch(r"/simple/([^/]+)/", self.path):
             self._list(match[1])
         else:
             super().do_GET()
@@ -72,7 +85,7 @@ def serve(directory: Path) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/simple"
+        yield f"http://{CREDENTIALS}@127.0.0.1:{server.server_port}/simple"
     finally:
         server.shutdown()
         server.server_close()

@@ -10,6 +10,8 @@ variable "INDEX_URL" { default = "" }
 variable "JOBS" { default = "" }
 variable "VERSION" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
+variable "SOURCE" { default = "" }
+variable "CREATED" { default = "" }
 
 target "_common" {
   context = "."
@@ -19,6 +21,8 @@ target "_common" {
     JOBS      = JOBS
     VERSION   = VERSION
     REVISION  = REVISION
+    SOURCE    = SOURCE
+    CREATED   = CREATED
   }
 }
 
@@ -41,16 +45,12 @@ target "cpu" {
   args = {
     BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cpu"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/cpu"
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = ""
     TARGET               = "cpu"
-    TOOLKIT              = ""
-    TORCH                = "2.13.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 any"
     LEAST_DRIVER         = ""
   }
 }
@@ -62,16 +62,12 @@ target "cu121-sm89" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
+    COMPILER             = "nvcc"
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "8.9"
     TARGET               = "cu121-sm89"
-    TOOLKIT              = "12.1.1"
-    TORCH                = "2.4.1"
-    PYTHON               = "3.10"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "9.3 12"
     LEAST_DRIVER         = "525"
   }
 }
@@ -83,16 +79,12 @@ target "cu130-sm90" {
   args = {
     BUILD_BASE           = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
     ARCH_LIST            = "9.0"
     TARGET               = "cu130-sm90"
-    TOOLKIT              = "13.0.3"
-    TORCH                = "2.14.1"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 15"
     LEAST_DRIVER         = "580"
   }
 }
@@ -104,16 +96,12 @@ target "rocm72-gfx90a" {
   args = {
     BUILD_BASE           = "rocm/dev-ubuntu-24.04:7.2.4-complete"
     RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = "hipcc"
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
     ARCH_LIST            = "gfx90a"
     TARGET               = "rocm72-gfx90a"
-    TOOLKIT              = "7.2.4"
-    TORCH                = "2.13.0"
-    PYTHON               = "3.12"
-    NINJA                = "1.13.0"
-    HOST_COMPILER        = "11.3 any"
     LEAST_DRIVER         = "30.10"
   }
 }
