@@ -22,7 +22,7 @@ from ..targets import render as rendering
 if TYPE_CHECKING:
     from ..images.building import Built
 
-app = typer.Typer(no_args_is_help=True, help=f"Images of the targets. Needs a container engine and the docker SDK ({distribution.with_extra('images')}).")
+app = typer.Typer(no_args_is_help=True, help=f"Images of the targets. Needs a container engine and the docker SDK, {distribution.NAME}'s extra `images`.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")]

@@ -124,7 +124,7 @@ def run(client: DockerClient, row: Target, name: str, command: Sequence[str], op
 
 def create(client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]) -> Container:
     """A container that has not started yet; raises ``ImageError``."""
-    from docker.errors import APIError, ImageNotFound
+    from docker.errors import APIError, DockerException, ImageNotFound
 
     # The SDK's DeviceRequest is a dict with these very keys, so the options can be plain values.
     try:
@@ -133,6 +133,8 @@ def create(client: DockerClient, row: Target, name: str, command: Sequence[str],
         raise ImageError(f"there is no image {name}", found=str(error.explanation), fix=build_command(row.id, name)) from error
     except APIError as error:
         raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
+    except DockerException as error:  # the SDK itself refuses an option
+        raise ImageError(f"{name} cannot be run", found=str(error), fix="flexops image run --help") from error
 
 
 def run_quietly(

@@ -676,6 +676,14 @@ def test_what_a_container_gets_unasked(engine: dict[str, Any], mounts: bool, exp
     assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
+def test_a_size_that_is_none_is_one_clear_error() -> None:
+    DockerClient = pytest.importorskip("docker.client").DockerClient
+    client = DockerClient(base_url="unix:///nowhere/docker.sock", version="1.41")
+    with pytest.raises(ImageError, match="flexops:cpu cannot be run") as caught:
+        running.create(client, CPU, "flexops:cpu", (), {"shm_size": "lots"})
+    assert "lots" in caught.value.found
+
+
 def test_where_an_image_has_no_compiler_another_image_is_the_mend(tmp_path: Path) -> None:
     for image in ("cpu", ""):
         found = toolchain.missing(_without_a_compiler(tmp_path, image), "cpu")
