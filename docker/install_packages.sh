@@ -13,7 +13,7 @@ done
 
 if ! command -v apt-get >/dev/null; then
   echo "flexops: this base image has no apt-get, and lacks:$missing" >&2
-  echo "flexops: fix: choose a Debian or Ubuntu base, or one that has these (--build-base, --runtime-base)" >&2
+  echo "  fix: choose a Debian or Ubuntu base, or one that has these (--build-base, --runtime-base)" >&2
   exit 1
 fi
 # The vendors' own package sources have nothing that is needed here, and may be out of reach.
@@ -25,6 +25,7 @@ export DEBIAN_FRONTEND=noninteractive
 # shellcheck disable=SC2086  # one word a package
 if ! { apt-get update -q && apt-get install -q --yes --no-install-recommends $missing; }; then
   echo "flexops: the system packages could not be installed:$missing" >&2
+  echo "  fix: --network host; or a base that has them (--build-base, --runtime-base)" >&2
   exit 1
 fi
 for list in /tmp/vendor-sources/*; do

@@ -182,6 +182,21 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(row: targets.Targe
     assert subprocess.run(check, env={"PATH": str(tmp_path)}, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("has_apt", [True, False])
+def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) -> None:
+    if has_apt:
+        (tmp_path / "apt-get").write_text("#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n")
+        (tmp_path / "apt-get").chmod(0o755)
+    for harmless in ("mkdir", "mv"):  # what it would do to this machine's lists of packages
+        (tmp_path / harmless).symlink_to("/bin/true")
+    script = ["/bin/sh", str(ROOT / "docker/install_packages.sh"), "no-such-package"]
+    done = subprocess.run(script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False)
+    assert done.returncode == 1
+    error = failure.explain("cpu", Step(3, 60, "RUN sh install_packages.sh", done.stderr), "code: 1")
+    assert "no-such-package" in error.found
+    assert "--build-base" in error.fix
+
+
 def test_there_is_no_package_called_docker() -> None:
     assert not (ROOT / "docker" / "__init__.py").exists()
 
