@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from ..op_builder import loader
-from ._torch import any_requires_grad, apply_of, below_autograd, builtin, has_kernel, is_compiling, is_grad_enabled, is_transforming
+from ._torch import (
+    any_requires_grad,
+    apply_of,
+    below_autograd,
+    builtin,
+    compiler,
+    forward_mode,
+    has_kernel,
+    is_compiling,
+    is_grad_enabled,
+    is_transforming,
+)
 
 NAMESPACE = "flexops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -84,12 +95,14 @@ def define(
         below = builtin(getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default)
     if forward is not None:
         public[forward] = op
-    apply = below
+    apply: Callable[..., Any] = below
+    transformed: Callable[..., Any] = op
     if backward is not None and setup_context is not None:
         _differentiable[op] = _function(op, forward, setup_context, backward)
         apply = apply_of(_differentiable[op])
         _library.impl(name, functools.partial(_autograd, op, apply), "Autograd")
-    _callers[op] = _caller(op, apply, below, refuse)
+        transformed = _no_transform(f"flexops.{function or name}") if "!" in schema else _functional(op, forward, setup_context, backward)
+    _callers[op] = _caller(op, apply, below, transformed, refuse)
 
 
 def caller(op: Any) -> Callable[..., Any]:
@@ -101,11 +114,15 @@ def caller(op: Any) -> Callable[..., Any]:
     return _callers[op]
 
 
-def _caller(op: Any, apply: Callable[..., Any], plain: Callable[..., Any], refuse: Callable[..., None]) -> Callable[..., Any]:
+def _caller(
+    op: Any, apply: Callable[..., Any], plain: Callable[..., Any], transformed: Callable[..., Any], refuse: Callable[..., None]
+) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        if is_compiling() or is_transforming():
+        if is_compiling() or compiler._is_compiling_flag:
             return op(*args)
         try:
+            if is_transforming() or forward_mode._current_level >= 0:
+                return transformed(*args)
             return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
         except (RuntimeError, TypeError):
             refuse(*args)
@@ -120,7 +137,8 @@ def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
 
 
 def _autograd(op: Any, apply: Callable[..., Any], *args: Any) -> Any:
-    """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``."""
+    """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``, which
+    public functions do elsewhere."""
     if is_grad_enabled() and any_requires_grad(*args):
         return _differentiable[op].apply(*args) if is_transforming() else apply(*args)
     return _below_autograd(builtin(op), *args)
@@ -148,12 +166,81 @@ def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...]
         def backward(ctx: Any, *gradients: Any) -> Any:
             for gradient in gradients:
                 if gradient is not None:
-                    return refuse_twice(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
+                    return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
             return (None,) * len(ctx.needs_input_grad)
 
-    refuse_twice = torch.autograd.function.once_differentiable(backward)
+    once = functools.partial(_once, backward)
     Differentiable.__name__ = Differentiable.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
     return Differentiable
+
+
+class _Once(torch.autograd.Function):
+    """The first ``count`` tensors, which depend on all of them in a way that has no derivative here."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError("flexops: trying to differentiate twice: operators of flexops have a first derivative only")
+
+
+def _once(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """``backward`` where its results may be differentiated again. (torch's own ``once_differentiable`` notices that only if the gradients that come
+    in require a gradient, and leaves a gradient penalty out without a word.)"""
+    sources = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None]
+    with torch.no_grad():
+        results = list(backward(ctx, *gradients))
+    there = [i for i, result in enumerate(results) if result is not None]
+    for i, result in zip(there, _Once.apply(len(there), *(results[i] for i in there), *sources), strict=True):
+        results[i] = result
+    return tuple(results)
+
+
+def _no_transform(function: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError(f"{function}: what is written in place has no gradient under torch.func: leave inplace=True out (docs/training.md)")
+
+    return refuse
+
+
+def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for transforms of ``torch.func``, which want forward and context apart, and everything that is kept among the results."""
+    count, native = len(op._schema.returns), op if forward is None else forward
+
+    class Functional(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with below_autograd():
+                return native(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            setup_context(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if all(gradient is None for gradient in gradients[:count]):
+                return (None,) * len(ctx.needs_input_grad)
+            return _once(backward, ctx, *gradients[:count])
+
+    Functional.__name__ = Functional.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
+
+    def call(*args: Any) -> Any:
+        results = Functional.apply(*args)
+        return results if forward is None else results[0] if count == 1 else results[:count]
+
+    return call
 
 
 def _argument_names(schema: str) -> list[str]:
@@ -175,6 +262,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
+    return hasattr(tensor, "to_local")
+
+
 def check_places(function: str, arguments: dict[str, Any]) -> None:
     """Raise if a tensor is not dense, or not where the first one is: to the dispatcher, one on ``meta`` is enough to compute nothing."""
     first: tuple[str, torch.device] | None = None
@@ -182,6 +274,9 @@ def check_places(function: str, arguments: dict[str, Any]) -> None:
         if tensor.is_quantized or not is_dense(tensor):
             found = "a quantized one" if tensor.is_quantized else "a nested one" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {found}")
+        if is_distributed(tensor):
+            mend = f"call it in the forward pass of the module that holds {name}, where fully_shard has gathered it, or with {name}.full_tensor()"
+            raise TypeError(f"{function}: {name} must be a plain tensor, got a DTensor, of which each rank has a part: {mend} (docs/training.md)")
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
             raise ValueError(f"{function}: {name} must be on the device of {first[0]}, {first[1]}, got {tensor.device}")

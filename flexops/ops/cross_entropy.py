@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ._difference import difference
 from ._register import caller, check_places, define, is_dense
+from ._torch import is_transforming
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -234,12 +235,12 @@ def _inplace_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """In place, so that a second backward pass, which would do it again, has to find out; while a compiler looks on, as plain arithmetic."""
-    if type(gradient) is Tensor and gradient.is_contiguous():
+    if type(gradient) is Tensor and gradient.is_contiguous() and not is_transforming():
         torch.ops.flexops.scale_rows_.default(gradient, factor)
         torch.autograd.graph.increment_version(gradient)
         return gradient
     factor = factor.unsqueeze(1) if factor.dim() == 1 else factor
-    return gradient.mul_(factor) if type(gradient) is Tensor else (gradient * factor).to(gradient.dtype)
+    return gradient.mul_(factor) if type(gradient) is Tensor and not is_transforming() else (gradient * factor).to(gradient.dtype)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._register import caller, check_places, define, is_dense, references
+from ._torch import is_transforming
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -211,7 +212,8 @@ def _backward_fake(_: Tensor, x: Tensor, weight: Tensor, __: Tensor | None, *res
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
     ctx.reduction, ctx.numbers = args[7], (*args[4:7], *args[8:])
     ctx.bias_dtype = None if args[2] is None else args[2].dtype
-    ctx.save_for_backward(*(args[:4] if ctx.reduction == 0 else results[1:]))
+    inputs = args[:3] if is_transforming() else ()  # kept so that a second derivative is noticed
+    ctx.save_for_backward(*(args[:4] if ctx.reduction == 0 else (*results[1:], *inputs)))
     ctx.mark_non_differentiable(*results[1:])
 
 
@@ -219,7 +221,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     if ctx.reduction == 0:
         of_x, of_weight, of_bias = torch.ops.flexops.linear_cross_entropy_backward.default(grad, *ctx.saved_tensors, *ctx.numbers)
     else:
-        *gradients, divisor = ctx.saved_tensors
+        *gradients, divisor = ctx.saved_tensors[:4]
         of_x, of_weight, of_bias = (scaled(gradient, grad / divisor) for gradient in gradients)
     wanted = ctx.needs_input_grad
     return of_x if wanted[0] else None, of_weight if wanted[1] else None, of_bias.to(ctx.bias_dtype) if wanted[2] else None, *[None] * 10

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._difference import difference
 from ._register import caller, check_places, define
-from ._torch import below_autograd
+from ._torch import below_autograd, is_transforming
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,6 +85,8 @@ def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor
         for x, result in zip((query, key), _rotate(query, key, cos, sin, positions, interleaved, False), strict=True):
             if x is not None:
                 x.copy_(result)
+    elif is_transforming():
+        _fail("inplace must be False under torch.func", RuntimeError)
     else:  # one by one, because torch allows views that are written in place only if they are the one result
         for x in (query, key):
             if x is not None:

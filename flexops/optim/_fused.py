@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import PARAM_DTYPES, split_lr
+from ..ops._register import is_distributed
 from ..ops._torch import below_autograd, builtin, not_compiled
 
 _NONE = type(None)
@@ -61,6 +62,15 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     # GradScaler then leaves unscaling, and skipping after an overflow, to step(): it sets grad_scale and found_inf before the call.
     _step_supports_amp_scaling = True
+
+    def _leave_unscaling(self) -> None:
+        """With ``fused=False`` to the scaler, as torch's own optimizers: those who clip between unscaling and step may ask for that (Lightning does)."""
+        if self.defaults.get("fused") is False:
+            self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._leave_unscaling()
 
     _states: tuple[str, ...] = ()
     """The states that a parameter may have."""
@@ -306,11 +316,6 @@ def plain(tensor: Tensor) -> Tensor:
     """The tensor itself, of a DTensor this rank's part, and of complex numbers pairs of real ones."""
     local = cast(Tensor, cast(Any, tensor).to_local()) if is_distributed(tensor) else tensor
     return torch.view_as_real(local) if local.is_complex() else local
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
-    return hasattr(tensor, "_local_tensor")
 
 
 def placed_like(grad: Tensor, param: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         initial_accumulator_value: what the sums of squares begin with.
         eps: added to the denominator.
         maximize: ascend.
-        foreach, fused: accepted, and without effect: a step is always fused and, on CUDA, can always be captured.
+        foreach: accepted, and without effect: a step is always fused and, on CUDA, can always be captured.
+        fused: False leaves unscaling to a ``GradScaler``, which then waits for the device, and lets Lightning clip gradients; else without effect.
         differentiable: must be False.
 
     Raises:
@@ -61,6 +62,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
                 self.state[param] = self._make_state(param, group)
             self._join_steps(group["params"], [self.state[param] for param in group["params"]])
         self.defaults["fused"] = fused
+        self._leave_unscaling()
 
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": step_state(param), "sum": full_state(param, group["initial_accumulator_value"])}

@@ -25,6 +25,7 @@ class _FusedAdam(FusedOptimizer):
             raise ValueError(f"flexops.optim.{type(self).__name__}: differentiable=True is not supported; use torch.optim for it")
         if any(isinstance(beta, Tensor) for beta in betas):
             raise ValueError(f"flexops.optim.{type(self).__name__}: betas must be floats, not tensors")
+        self._leave_unscaling()
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
         self._copy_dtype = copies if isinstance(copies, torch.dtype) else None
         self._each_copied = isinstance(copies, Sequence)
@@ -108,7 +109,8 @@ _OPTIONS = """
         weight_decay: {decay}.
         amsgrad: use the largest second moment seen so far.
         maximize: ascend.
-        foreach, fused, capturable: accepted, and without effect: a step is always fused and, on CUDA, can always be captured.
+        foreach, capturable: accepted, and without effect: a step is always fused and, on CUDA, can always be captured.
+        fused: False leaves unscaling to a ``GradScaler``, which then waits for the device, and lets Lightning clip gradients; else without effect.
         differentiable: must be False.
         copies: None, or a copy of the parameters in a second dtype that every step brings up to date in the same pass over memory, for training
             with parameters and states offloaded to the CPU: a dtype such as ``torch.bfloat16`` (the optimizer then makes the copies), one

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
+from ..ops._register import is_distributed
 from ..ops.adam8bit import blocks
-from ._fused import Bucket, FusedOptimizer, check_options, full_state, is_distributed, plain, rate_for, run, step_state
+from ._fused import Bucket, FusedOptimizer, check_options, full_state, plain, rate_for, run, step_state
 
 
 class AdamW8bit(FusedOptimizer):

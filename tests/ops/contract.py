@@ -403,6 +403,8 @@ _APPLIES: dict[str, Callable[[Case], object]] = {
     "test_gradients_are_float64s": lambda case: case.differentiable,
     "test_gradients_of_any_strides": lambda case: case.differentiable,
     "test_gradcheck": lambda case: case.differentiable,
+    "test_a_gradient_penalty_is_refused": lambda case: case.differentiable,
+    "test_gradients_by_torch_func": lambda case: case.differentiable and "in place" not in case.name,
     "test_accuracy": lambda case: case.accuracy,
     "test_autocast": lambda case: case.autocast,
     "test_refuses_other_dtypes_by_name": lambda case: case.names,
@@ -523,6 +525,28 @@ class Contract:
         gradients = torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             torch.stack([gradient.sum() for gradient in gradients if gradient is not None]).sum().backward()
+
+    def test_a_gradient_penalty_is_refused(self, case: Case, device: str) -> None:
+        """Of which torch's own mark for such functions makes nothing, without a word."""
+        args = _copies(case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable)
+        loss = sum(output.square().sum() for output in tensors_of(case.call(*args)) if output.requires_grad)
+        gradients = torch.autograd.grad(loss, [args[position] for position in case.differentiable], create_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match=r"differentiate twice|modified by an inplace operation"):
+            (loss + sum(gradient.square().sum() for gradient in gradients if gradient is not None)).backward()  # type: ignore[union-attr]
+
+    def test_gradients_by_torch_func(self, case: Case, device: str) -> None:
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        expected = run(case.call, args, case.differentiable)
+        given = _output_gradients(expected.outputs)
+        differentiable = [output.is_floating_point() for output in expected.outputs]
+
+        def loss(*args: Any) -> Tensor:
+            outputs = tensors_of(case.call(*args))
+            return torch.stack([(output * grad).sum() for output, grad, is_float in zip(outputs, given, differentiable, strict=True) if is_float]).sum()
+
+        gradients = torch.func.grad(loss, argnums=case.differentiable)(*args)
+        for actual, wanted in zip(gradients, expected.gradients, strict=True):
+            assert_near(Result((), (actual,)), Result((), (torch.zeros_like(actual) if wanted is None else wanted,)))
 
     def test_the_same_bits_twice(self, case: Case, device: str) -> None:
         """And without autograd, and in inference mode."""

@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import flexops
 from flexops import optim
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -156,6 +158,48 @@ def check_fully_sharded(mesh: DeviceMesh, device: str, name: str) -> None:
             torch.testing.assert_close(whole(param).detach(), other.detach(), rtol=1e-3, atol=2e-4)
 
 
+class Head(torch.nn.Linear):
+    """As docs/training.md has it: the loss is worked out where the weight is whole."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return flexops.linear_cross_entropy(hidden, self.weight, target, self.bias)
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = torch.nn.Linear(20, 24), Head(24, 33)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.body(x), target)
+        return loss
+
+
+def check_head(mesh: DeviceMesh, device: str) -> None:
+    """A head that is sharded by itself; and what is said where its weight is used outside of it."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, plain = Classifier().to(device), Classifier().to(device)
+    for module in (model.head, model):
+        fully_shard(module, mesh=mesh)
+    x, target = draw((8, 20), 1).to(device), torch.arange(8, device=device)
+    losses = [each(x, target) for each in (model, plain)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), other.grad)  # type: ignore[arg-type]
+    model.head.reshard()  # type: ignore[operator]
+    for call, name in (
+        (lambda: flexops.linear_cross_entropy(draw((8, 24), 1).to(device), model.head.weight, target), "weight"),
+        (lambda: flexops.swiglu(model.head.weight), "gate"),
+        (lambda: flexops.bias_silu(draw((8, 33), 1).to(device), model.head.bias), "bias"),
+    ):
+        with pytest.raises(TypeError, match=f": {name} must be a plain tensor, got a DTensor"):
+            call()
+
+
 def main(rank: int, world: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
@@ -173,6 +217,7 @@ def main(rank: int, world: int, store: str, device: str) -> None:
         check_clipping(mesh, device, norm_type)
     print(f"rank {rank}: clipping holds", flush=True)
     check_sums_that_are_not_added_up(flat, device)
+    check_head(flat, device)
     for name in OPTIMIZERS:
         check_fully_sharded(flat, device, name)
         print(f"rank {rank}: {name} under fully_shard holds", flush=True)

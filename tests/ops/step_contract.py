@@ -859,6 +859,28 @@ class TorchStepContract(StepContract):
         for left, right in zip(results[0][0], results[1][0], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
+    def test_torch_unfused_leaves_unscaling_to_the_scaler(self) -> None:
+        """Whoever clips gradients in between, as Lightning does, looks at torch's attribute first."""
+        params = make_params("cpu", shapes=SHAPES[:5])
+        fused, unfused = self.step.optimizer(params), self.step.optimizer(params, lr=0.05, fused=False)
+        assert fused._step_supports_amp_scaling
+        for optimizer in (unfused, copy.deepcopy(unfused)):
+            assert not optimizer._step_supports_amp_scaling
+        scaler, before = torch.amp.GradScaler("cpu", init_scale=2.0**10), [param.detach().clone() for param in params]
+        for bad in (True, False):
+            unfused.zero_grad()
+            scaler.scale(sum(param.sum() for param in params)).backward()
+            params[0].grad[0] *= float("inf") if bad else 1.0
+            scaler.step(unfused)
+            scaler.update()
+            assert bad == all(map(torch.equal, params, before))
+        expected = [torch.nn.Parameter(param) for param in before]
+        oracle = self.oracle(expected, lr=0.05)
+        for param in expected:
+            param.grad = torch.ones_like(param)
+        oracle.step()
+        assert_params_close(params, expected)
+
     @ON_BOTH
     def test_torch_with_gradients_that_are_not_finite(self, device: str) -> None:
         for options in self.torch_options:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
@@ -55,9 +56,18 @@ class TestTransforms:
         ours, theirs = (torch.autograd.grad(_loss(torch.vmap(function))(leaf), leaf)[0] for function in PAIRS[name])
         torch.testing.assert_close(ours, theirs)
 
-    def test_grad_is_refused(self, name: str, x: Tensor) -> None:
-        with pytest.raises(RuntimeError, match="functorch"):
-            torch.func.grad(_loss(PAIRS[name][0]))(x)
+    def test_gradients_of_each_sample(self, name: str, x: Tensor) -> None:
+        ours, theirs = (torch.vmap(torch.func.grad(_loss(function)))(x) for function in PAIRS[name])
+        torch.testing.assert_close(ours, theirs)
+
+    def test_second_and_forward_derivatives_are_refused(self, name: str, x: Tensor) -> None:
+        loss = _loss(PAIRS[name][0])
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+        with pytest.raises(RuntimeError, match="jvp"):
+            torch.func.jvp(loss, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+            PAIRS[name][0](forward_ad.make_dual(x, x))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -158,11 +168,12 @@ import importlib.util, sys, torch, torch._compile
 private = "_AutoDispatchBelowAutograd", "_any_requires_grad", "_are_functorch_transforms_active", "_dispatch_has_kernel_for_dispatch_key"
 kept = {name: vars(torch._C).pop(name) for name in private}
 disable = vars(torch._compile).pop("_disable_dynamo")
+flag, level = vars(torch.compiler).pop("_is_compiling_flag"), vars(torch.autograd.forward_ad).pop("_current_level")
 spec = importlib.util.spec_from_file_location("flexops.ops._torch", PATH)
 sys.modules[spec.name] = _torch = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_torch)
 vars(torch._C).update(kept)
-torch._compile._disable_dynamo = disable
+torch._compile._disable_dynamo, torch.compiler._is_compiling_flag, torch.autograd.forward_ad._current_level = disable, flag, level
 import flexops.optim
 assert not [name for name in vars(_torch).values() if name in kept.values()] and _torch.not_compiled is torch.compiler.disable
 

@@ -12,7 +12,7 @@ import torch
 from flexops.op_builder import loader
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
-FAMILIES = ("adam", "lion", "adagrad", "lamb", "adam8bit", "grad_norm")
+FAMILIES = ("adam", "lion", "adagrad", "lamb", "adam8bit", "grad_norm", "cross_entropy", "activation")
 
 
 def run_ranks(world: int, device: str, store: Path, timeout: float) -> None:
