@@ -17,7 +17,8 @@ from ..op_builder.builder import Result
 from ..op_builder.spec import DeviceType
 from ..targets.fit import unfit
 
-NAMES = ", ".join(spec.name for spec in catalog.CATALOG)
+_INNER = ("_backward", "_plain", "_forward")
+NAMES = "; ".join(f"{spec.name} ({', '.join(op for op in spec.ops if not op.endswith(_INNER)) or 'gradients'})" for spec in catalog.CATALOG)
 
 
 class Device(str, Enum):

@@ -52,7 +52,7 @@ def build(
 def default_devices(chosen: Settings) -> tuple[DeviceType, ...]:
     """What can be built here: the CPU always, CUDA (or ROCm) where a toolkit matches torch."""
     tools = toolchain.discover(chosen, device="cuda")
-    return ("cpu", "cuda") if tools.cuda or tools.rocm else ("cpu",)
+    return ("cpu", "cuda") if tools.cuda or (tools.rocm and tools.torch and tools.torch.hip) else ("cpu",)
 
 
 def install(result: Result, out: Path) -> Path:

@@ -65,7 +65,7 @@ def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
     """sha256 over labelled, length-prefixed fields, so that no two different lists of fields have the same text."""
     digest = hashlib.sha256(SCHEMA.encode())
     for label, value in fields:
-        for part in (label.encode(), value.encode()):
+        for part in (label.encode(), value.encode("utf-8", "surrogateescape")):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:40]
 
@@ -99,4 +99,5 @@ def reached_headers(plan: BuildPlan, depfiles: Sequence[Path]) -> list[str]:
 def parse_depfile(text: str) -> list[str]:
     """The prerequisites in a make rule as ``-MD`` writes it, with escaped blanks restored."""
     _, _, tail = text.replace("\\\n", " ").partition(": ")
-    return [name.replace("\0", " ").replace("$$", "$") for name in tail.replace("\\ ", "\0").split()]
+    names = tail.replace("\\ ", "\0").replace("\n", " ").split(" ")  # other white space is part of a name, and not escaped
+    return [name.replace("\0", " ").replace("$$", "$").replace("\\#", "#") for name in names if name]

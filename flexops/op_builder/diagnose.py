@@ -103,3 +103,44 @@ def _first(output: str) -> Diagnosis:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)
     return Diagnosis(first, "the source does not compile", "mend the line named above")
+
+
+def told(error: BaseException) -> str:
+    """An error with what caused it: torch says of a library only that it could not be loaded."""
+    return "; ".join(str(one) for one in (error, error.__cause__) if one)
+
+
+def load_trouble(said: str) -> Diagnosis | None:
+    """What the dynamic linker's refusal of a library means; None for other errors."""
+    if match := re.search(r"undefined symbol: (\w[\w.$@]*)", said):
+        name = demangled(match[1])
+        symbol = match[1] if name == match[1] else f"{name} ({match[1]})"
+        return Diagnosis(
+            symbol,
+            "it needs a symbol that nothing defines",
+            "define it in one of the sources, or name the library that does in extra_ldflags; check its spelling, namespace and extern \"C\"",
+        )
+    if match := re.search(r"(\S+): cannot open shared object file", said):
+        return Diagnosis(match[0], "it needs a library that is not found", "name its directory: extra_ldflags=['-Wl,-rpath,<directory>'], or LD_LIBRARY_PATH")
+    return None
+
+
+def demangled(symbol: str) -> str:
+    """A C++ symbol as it was written; itself where it is none, or nothing here can tell."""
+    import ctypes
+
+    if not symbol.startswith("_Z"):
+        return symbol
+    try:
+        demangle, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
+    except (OSError, AttributeError):
+        return symbol
+    demangle.restype, status = ctypes.c_void_p, ctypes.c_int()
+    free.argtypes = (ctypes.c_void_p,)
+    found = demangle(symbol.encode(), None, None, ctypes.byref(status))
+    if not found:
+        return symbol
+    try:
+        return ctypes.string_at(found).decode("utf-8", "replace")
+    finally:
+        free(found)

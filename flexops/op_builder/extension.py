@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,18 @@ class ExtensionBuildError(CompileError, RuntimeError):
 
 class SourceNotFoundError(FlexopsError, FileNotFoundError):
     """A source that ``load`` was given is not there."""
+
+
+class ExtensionImportError(FlexopsError, ImportError):
+    """A module was built and cannot be opened: it needs a symbol that nothing defines, or a library that is not found."""
+
+
+class ExtensionOpenError(FlexopsError, OSError):
+    """The same for a plain library: torch raises an ``OSError`` there."""
+
+
+class PathError(FlexopsError, ValueError):
+    """A path that flexops was given and that no build can use."""
 
 
 _lock = _fork.Lock()
@@ -82,11 +95,12 @@ def load(
 
     Raises:
         ExtensionBuildError: it does not compile; says the first real error, its cause, what to do and where the log is.
+        ExtensionImportError, ExtensionOpenError: it compiles, but needs a symbol (named as it was written) or a library that is not there.
         SourceNotFoundError: a source is not there.
         ToolchainError: a compiler or toolkit is missing.
     """
     check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
-    paths = tuple(Path(os.path.abspath(source)) for source in ([sources] if isinstance(sources, (str, Path)) else sources))
+    paths = tuple(map(Path, absolute([sources] if isinstance(sources, (str, Path)) else sources)))
     for path in paths:
         if not path.is_file():
             raise SourceNotFoundError(f"extension {name}: there is no source {path}", required="paths relative to the working directory, or absolute ones")
@@ -98,7 +112,7 @@ def load(
         cflags=arguments(extra_cflags),
         cuda_cflags=arguments(extra_cuda_cflags),
         ldflags=arguments(extra_ldflags),
-        include_dirs=absolute(extra_include_paths),
+        include_dirs=absolute([str(path).strip() for path in extra_include_paths or ()]),
         with_cuda=any(is_cuda(str(path), toolchain.torch_build()) for path in paths) if with_cuda is None else with_cuda,
         is_python_module=is_python_module,
         is_standalone=is_standalone,
@@ -109,11 +123,14 @@ def load(
 
 def load_request(request: Request, *, build_directory: str | Path | None = None, verbose: bool = False, precompile: bool = False) -> ModuleType | str:
     """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's headers first, whatever that takes."""
+    for flag in (*request.cflags, *request.cuda_cflags, *request.ldflags):
+        if "\n" in flag:
+            raise ValueError(f"extension {request.name}: the argument {flag!r} has a newline, which no build file can hold")
     chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
     if verbose:
         chosen = replace(chosen, log="debug")
     entry = obtain(request, replace(chosen, pch="1") if precompile else chosen)
-    path = _installed(entry, Path(os.path.abspath(build_directory))) if build_directory else entry.library
+    path = _installed(entry, Path(*absolute([build_directory]))) if build_directory else entry.library
     if request.is_standalone:
         return str(path)
     with _lock.held():
@@ -127,6 +144,11 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
         except (ImportError, OSError) as error:
             if refusal := cannot_run(path):
                 raise CacheError(f"extension {request.name} cannot be loaded", found=refusal.reason, fix=refusal.fix) from error
+            from .diagnose import load_trouble, told
+
+            if found := load_trouble(told(error)):
+                kind = ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
+                raise kind(f"extension {request.name} was built, but {found.cause}", found=found.error, fix=found.fix) from error
             raise
         return str(path)
 
@@ -135,7 +157,7 @@ def obtain(request: Request, chosen: Settings) -> Entry:
     """The cache entry of an extension, built if it is not there."""
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
-    plan = _planned(request, tools, chosen)
+    plan, notes = _planned(request, tools, chosen)
     if entry := cache.lookup(plan):
         return entry
     if not chosen.jit:
@@ -144,6 +166,8 @@ def obtain(request: Request, chosen: Settings) -> Entry:
         )
     from .extension_build import build
 
+    for note in notes if chosen.log != "quiet" else ():
+        warnings.warn(f"extension {request.name}: {note}", stacklevel=5)
     with _shown(plan.name, chosen) as progress:
         result = build(request, plan, tools, python_build(), cache, chosen, progress)
         if isinstance(result.error, CompileError):
@@ -155,9 +179,28 @@ def obtain(request: Request, chosen: Settings) -> Entry:
     return entry
 
 
-def absolute(directories: Sequence[str | Path] | None) -> tuple[str, ...]:
-    """Directories as a compiler that runs elsewhere finds them."""
-    return tuple(os.path.abspath(str(path).strip()) for path in directories or ())
+def absolute(paths: Sequence[str | Path] | None) -> tuple[str, ...]:
+    """Paths as a compiler that runs elsewhere finds them.
+
+    Raises:
+        PathError: a name that cannot stand in a build file, or a relative one in a working directory that has been removed.
+    """
+    found = []
+    for path in paths or ():
+        text = str(path)
+        if not _is_writable(text):
+            raise PathError(f"the path {text!a} cannot be used in a build", required="a name in UTF-8 without newlines and tabs", fix="rename it")
+        try:
+            found.append(os.path.abspath(text))
+        except FileNotFoundError:
+            gone = "no working directory: it has been removed"
+            raise PathError(f"the path {text} is relative to a directory that is gone", found=gone, required="an absolute path", fix="cd elsewhere") from None
+    return tuple(found)
+
+
+def _is_writable(text: str) -> bool:
+    """Whether a text can stand in a build file: without control characters, and with nothing that is not UTF-8 (which Python holds as surrogates)."""
+    return all(character >= " " and character != "\x7f" and not "\ud800" <= character <= "\udfff" for character in text)
 
 
 def python_build() -> PythonBuild:
@@ -181,21 +224,24 @@ def _pybind_abi() -> tuple[str, ...]:
     return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in values if value is not None)
 
 
-def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> BuildPlan:
+def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> tuple[BuildPlan, tuple[str, ...]]:
+    """The plan, and how it differs from what was asked for."""
     if request.with_cuda and tools.torch and tools.torch.hip:
         from .extension_hip import plan_hip_extension
 
-        return plan_hip_extension(request, tools, python_build(), architectures=toolchain.gpus.gfx_targets(chosen.rocm_arch_list))
+        return plan_hip_extension(request, tools, python_build(), architectures=toolchain.gpus.gfx_targets(chosen.rocm_arch_list)), ()
     architectures: tuple[Architecture, ...] = ()
+    notes = tuple(note for note in tools.notes if note.startswith("CXX="))
     if request.with_cuda and tools.cuda:
-        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities()).architectures
-    return plan_extension(request, tools, python_build(), architectures=architectures)
+        choice = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities())
+        architectures, notes = choice.architectures, (*notes, *choice.notes)
+    return plan_extension(request, tools, python_build(), architectures=architectures), notes
 
 
 def check_request(name: str, is_python_module: bool, is_standalone: bool, sycl: bool) -> None:
     if is_python_module and is_standalone:
         raise ValueError("is_python_module and is_standalone exclude each other")
-    if not name or os.sep in name or name.startswith(".") or (is_python_module and not name.isidentifier()):
+    if not _is_writable(name) or not name or os.sep in name or name.startswith((".", "-")) or (is_python_module and not name.isidentifier()):
         raise ValueError(f"{name!r} cannot name an extension: it becomes part of C++ code and of file names")
     if sycl:
         raise ToolchainError("flexops.load does not build SYCL sources", fix="torch.utils.cpp_extension.load does")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +57,7 @@ def load_inline(
         cuda_cflags=arguments(extra_cuda_cflags),
         ldflags=arguments(extra_ldflags),
         # A text has no directory of its own; in torch it is in the build directory, and finds headers there.
-        include_dirs=(*absolute(extra_include_paths), *((os.path.abspath(build_directory),) if build_directory else ())),
+        include_dirs=(*absolute([str(path).strip() for path in extra_include_paths or ()]), *absolute([build_directory] if build_directory else ())),
         with_cuda=bool(cuda_sources) if with_cuda is None else with_cuda,
         is_python_module=is_python_module,
         keep_objects=keep_intermediates,

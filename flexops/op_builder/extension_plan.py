@@ -285,7 +285,7 @@ def object_names(sources: Iterable[str], torch: TorchBuild | None = None) -> lis
     """An object file name for each source, no two alike."""
     names: list[str] = []
     for source in sources:
-        stem = os.path.splitext(os.path.basename(source))[0]
+        stem = os.path.splitext(os.path.basename(source))[0].lstrip("-") or "source"  # a linker would take -x.o for an option
         suffix = ".cuda.o" if is_cuda(source, torch) else ".o"
         number, name = 1, stem + suffix
         while name in names:

@@ -247,5 +247,9 @@ def _open(entry: Entry) -> Refusal | None:
     try:
         torch.ops.load_library(str(entry.library))  # type: ignore[no-untyped-call, unused-ignore]
     except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
-        return cannot_run(entry.library) or Refusal(f"{entry.library} cannot be opened: {error}", "flexops doctor")
+        from .diagnose import load_trouble, told
+
+        trouble = load_trouble(told(error))
+        why = f"{trouble.cause}: {trouble.error}" if trouble else told(error)
+        return cannot_run(entry.library) or Refusal(f"{entry.library} cannot be opened: {why}", "flexops doctor")
     return None

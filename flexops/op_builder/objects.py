@@ -85,4 +85,4 @@ def _single(plan: BuildPlan, step: Step) -> BuildPlan:
 
 
 def _escape(path: str) -> str:
-    return path.replace("$", "$$").replace(" ", "\\ ")
+    return path.replace("$", "$$").replace(" ", "\\ ").replace("#", "\\#")

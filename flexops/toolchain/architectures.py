@@ -36,6 +36,8 @@ def resolve(asked: str | None, toolkit: Version, *, detected: Sequence[ComputeCa
     supported = known.capabilities(toolkit)
     if asked:
         wanted = parse_arch_list(asked, native=lambda: detected, supported=supported)
+        if beyond := [one for one in wanted if one.capability.base > known.newest and one.capability not in detected]:
+            raise _no_such_gpu(beyond, known.newest, toolkit)
     elif detected:
         wanted = merge(Architecture(capability) for capability in detected)
     else:
@@ -66,6 +68,15 @@ def _mainstream(mainstream: Sequence[str], supported: Sequence[ComputeCapability
     architectures = tuple(Architecture(one, ptx=one == capabilities[-1]) for one in capabilities)
     listed = format_arch_list(architectures)
     return ArchitectureChoice(architectures, (f"no architecture was asked for and no GPU is here: compiled for {listed}; TORCH_CUDA_ARCH_LIST makes it fewer",))
+
+
+def _no_such_gpu(beyond: Sequence[Architecture], newest: ComputeCapability, toolkit: Version) -> ArchitectureError:
+    return ArchitectureError(
+        f"there is no GPU of capability {format_arch_list(beyond)} (is it the CUDA version?)",
+        found=f"{format_arch_list(beyond)} asked for; this toolkit is CUDA {toolkit}",
+        required=f"capabilities of GPUs: {newest} is the newest that is known; newer ones run PTX",
+        fix='export TORCH_CUDA_ARCH_LIST="9.0+PTX"   # the capability of the GPU that this will run on: nvidia-smi --query-gpu=compute_cap --format=csv',
+    )
 
 
 def _nothing_left(wanted: Sequence[Architecture], toolkit: Version, supported: Sequence[ComputeCapability], notes: Sequence[str]) -> ArchitectureError:

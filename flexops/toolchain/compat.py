@@ -59,6 +59,11 @@ class Rules:
         self.integrated: tuple[str, ...] = tuple(document["integrated"])
         self.pairs: Sequence[Mapping[str, Any]] = document.get("pair", ())
 
+    @property
+    def newest(self) -> ComputeCapability:
+        """The newest capability that any known toolkit has code for."""
+        return max(ComputeCapability.parse(name).base for row in self._document["cuda"].values() for name in row["capabilities"])
+
     def facts(self, toolkit: Version) -> ToolkitFacts:
         """The facts of this toolkit, or of the next older one known; raises ``ToolchainError`` for one older than all."""
         from .driver import DriverRelease

@@ -25,7 +25,7 @@ def _missing(toolchain: Toolchain, device: Literal["cpu", "cuda"]) -> ToolchainE
         return ToolchainError("torch is not installed", found=f"no torch for {sys.executable}", required="torch", fix=f"{sys.executable} -m pip install torch")
     if device == "cuda" and toolchain.torch.hip and toolchain.rocm is None:
         return _no_rocm(toolchain, toolchain.torch)
-    if device == "cuda" and not toolchain.torch.hip and toolchain.cuda is None and toolchain.rocm is None:
+    if device == "cuda" and not toolchain.torch.hip and toolchain.cuda is None:
         return _no_cuda(toolchain, toolchain.torch)
     if toolchain.host is None:
         return _no_compiler(toolchain)
@@ -74,6 +74,9 @@ def _no_rocm(toolchain: Toolchain, torch: TorchBuild) -> ToolchainError:
 
 def _no_compiler(toolchain: Toolchain) -> ToolchainError:
     standard = toolchain.torch.cxx_standard if toolchain.torch else 17
+    if toolchain.wished:
+        required, fix = "a g++ or clang++: its path, or its name on PATH", "unset CXX   # then the best that is here is taken"
+        return ToolchainError("CXX names a C++ compiler that cannot be used", found=toolchain.wished, required=required, fix=fix)
     newest = rules().newest_gcc(toolchain.cuda.version) if toolchain.cuda else None
     refused = any(one.what == "C++ compiler" for one in toolchain.rejected)
     required = f"g++ that reads C++{standard} headers ({'11.3' if standard >= 20 else '9.3'} or newer)"

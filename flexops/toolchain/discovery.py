@@ -60,7 +60,9 @@ def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device
     known = rules(context.memo)
     cuda, rocm = _accelerators(context, torch, known) if device == "cuda" else (Choice[CudaToolkit](), Choice[RocmToolkit]())
     compilers = host_search.find(context)
-    host = _joined(compilers, select.choose_host(compilers.usable, cuda.value, torch.cxx_standard if torch else 17, known))
+    wished = host_search.refused_wish(context, compilers)
+    usable = () if wished else compilers.usable
+    host = _joined(compilers, select.choose_host(usable, cuda.value, torch.cxx_standard if torch else 17, known))
     ninja, launcher = _first(tools.find_ninja(context)), _first(tools.find_launcher(context))
     choices: dict[str, Choice[Any]] = {"host": host, "cuda": cuda, "rocm": rocm, "ninja": ninja, "launcher": launcher}
     return Toolchain(
@@ -74,6 +76,7 @@ def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device
         rejected=tuple(one for choice in choices.values() for one in choice.rejected),
         notes=tuple(note for choice in choices.values() for note in choice.notes),
         image=context.image,
+        wished=wished,
         tried=tuple((name, where) for name, choice in choices.items() if choice.taken is None for where in choice.tried),
     )
 

@@ -54,6 +54,12 @@ def find(context: SearchContext) -> Search[HostCompiler]:
     return run(STEPS, context, read)
 
 
+def refused_wish(context: SearchContext, search: Search[HostCompiler]) -> str:
+    """Why what ``CXX`` names is no compiler; empty if it is one, or nothing is named."""
+    wished = [Path(path) for path in _cxx(context)]
+    return next((f"CXX={context.cxx}: {one.reason}" for one in search.rejected if one.path in wished), "")
+
+
 def read(path: str, context: SearchContext) -> HostCompiler | Rejected | None:
     """The compiler at ``path``, or why it cannot be used."""
     try:

@@ -93,6 +93,7 @@ class Toolchain(NamedTuple):
         rejected: what was found and refused, with reasons.
         notes: what was taken though it is not quite what one would choose, for example a toolkit of another minor than torch's.
         environment: the variables that are set and that compilers and linkers read by themselves.
+        wished: why the compiler that CXX names is none, if it does: then no other is taken in its place.
         tried: for each thing looked for and not had, ``(field, where it was looked for)``, one entry for each place.
         image: the row whose image this is in; empty elsewhere.
     """
@@ -109,3 +110,4 @@ class Toolchain(NamedTuple):
     tried: tuple[tuple[str, str], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     image: str = ""
+    wished: str = ""

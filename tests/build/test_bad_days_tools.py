@@ -144,9 +144,9 @@ def test_architectures_that_this_nvcc_cannot_emit(csrc: Path, environment: dict[
     too_old = build(csrc, environment, "cuda", arch="5.2" if nvcc_toolkit.version.major >= 13 else "3.0")
     assert too_old["kind"] == "ArchitectureError"
     assert "TORCH_CUDA_ARCH_LIST" in too_old["fix"]
-    too_new = build(csrc, environment, "cuda", arch="19.0")
-    assert "error" not in too_new, too_new["error"]
-    assert [name.startswith("compute_") for name in too_new["architectures"]] == [True], "PTX, which the driver of that GPU will compile"
+    no_gpu = build(csrc, environment, "cuda", arch="13.0")  # the CUDA version, most likely; silently it would be PTX of something else
+    assert no_gpu["kind"] == "ArchitectureError"
+    assert "no GPU of capability 13.0" in no_gpu["error"]
 
 
 def test_some_of_the_architectures_asked_for(csrc: Path, environment: dict[str, str], nvcc_toolkit: CudaToolkit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -220,3 +221,58 @@ def test_text_sources(tmp_path: Path, cache: Path) -> None:
     assert (tmp_path / "main.cpp").exists()
     with pytest.raises(CompileError, match=r"main\.cpp:1"):
         flexops.load_inline("inline", "not C++", no_implicit_headers=True)
+
+
+def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "it's $HOME #1: 100%"
+    folder.mkdir()
+    for number, name in enumerate(["a$b.cpp", "-x.cpp", "a#b.cpp", "a b.cpp", "a'q\".cpp", "\u3000\u00e9.cpp"]):
+        source = write_module(folder, str(number), name)
+        time.sleep(0.01)
+        assert flexops.load("awkward", [source]).value() == number
+    for name in ("a\nb.cpp", "a\tb.cpp", os.fsdecode(b"\xff.cpp")):
+        source = write_module(folder, "1", name)
+        with pytest.raises(FlexopsError, match="cannot be used in a build"):
+            flexops.load("awkward", [source])
+        with pytest.raises(FlexopsError, match="cannot be used in a build"):
+            flexops.load("awkward", [folder / "a b.cpp"], extra_include_paths=[folder / name])
+    with pytest.raises(ValueError, match="newline"):
+        flexops.load("awkward", [folder / "a b.cpp"], extra_cflags=["'-DTEXT=a\nb'"])
+    with pytest.raises(ValueError, match="cannot name"):
+        flexops.load("-Wl", [folder / "a b.cpp"], is_python_module=False)
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path: Path, module: bool) -> None:
+    source = write_module(tmp_path, "nowhere::defined({1, 2})")
+    source.write_text("#include <vector>\nnamespace nowhere { int defined(const std::vector<int>&); }\n" + source.read_text())
+    with pytest.raises(ImportError if module else OSError, match=r"nowhere::defined\(std::vector<int, std::allocator<int> > const&\)") as caught:
+        flexops.load("undefined", [source], is_python_module=module)
+    assert isinstance(caught.value, FlexopsError)
+    assert "extra_ldflags" in caught.value.fix
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, cache: Path) -> None:
+    source = write_module(tmp_path, "6")
+    code = f"""
+import os, torch, flexops
+os.mkdir({str(tmp_path / "gone")!r}); os.chdir({str(tmp_path / "gone")!r}); os.rmdir({str(tmp_path / "gone")!r})
+print(flexops.load("gone", {str(source)!r}).value())
+try:
+    flexops.load("gone", "module.cpp")
+except flexops.errors.FlexopsError as error:
+    print(error)
+"""
+    said = run(code, environment(cache)).stdout
+    assert said.startswith("6\n")
+    assert "an absolute path" in said
+
+
+def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
+    sources = [tmp_path / name for name in ("one.cpp", "two.cpp")]
+    for source in sources:
+        source.write_text("int broken( { return 0; }\nint more( {\n")
+    with pytest.raises(CompileError) as caught:
+        flexops.load("both", sources)
+    assert all(f"{source}:1" in caught.value.found for source in sources)
+    assert ":2" not in caught.value.found

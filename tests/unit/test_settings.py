@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,25 @@ def test_sizes(text: str, size: int) -> None:
         ("MAX_JOBS", "0"),
         ("MAX_JOBS", "all"),
         ("NVCC_THREADS", "-2"),
+        ("MAX_JOBS", "\u00b2"),
+        ("MAX_JOBS", "\u0663"),
+        ("MAX_JOBS", "9" * 400),
+        ("NVCC_THREADS", "9" * 5000),
+        ("FLEXOPS_COMPILE_TIMEOUT", "1e3"),
+        ("FLEXOPS_CACHE_MAX_SIZE", "9" * 400),
+        ("FLEXOPS_CACHE_MAX_SIZE", "\u0663G"),
+        ("FLEXOPS_CACHE_DIR", "~nobody-of-that-name/cache"),
+        ("TORCH_EXTENSIONS_DIR", "~nobody-of-that-name"),
+        ("XDG_CACHE_HOME", "~nobody-of-that-name"),
+        ("CUDA_HOME", "~nobody-of-that-name"),
+        ("VIRTUAL_ENV", "~nobody-of-that-name"),
     ],
 )
 def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Settings.from_environ({name: value})
     assert name in str(caught.value)
-    assert value in caught.value.found
+    assert value[:60] in caught.value.found
     assert caught.value.fix
 
 
@@ -79,3 +92,36 @@ def test_familiar_variables_keep_their_meaning() -> None:
     assert (settings.cuda_home, settings.cxx, settings.search_path) == (Path("/cuda"), "g++-12", ("/a", "/b"))
     assert read(CUDA_HOME="/one", CUDA_PATH="/two").cuda_home == Path("/one")
     assert read(TORCH_CUDA_ARCH_LIST="  ").arch_list is None
+
+
+def test_what_compilers_read_by_themselves_is_kept() -> None:
+    environ = {"CPATH": "/a", "NVCC_APPEND_FLAGS": "-lineinfo", "LIBRARY_PATH": "", "CXXFLAGS": "-O3"}
+    assert dict(Settings.from_environ(environ).compiler_environment) == {"CPATH": "/a", "NVCC_APPEND_FLAGS": "-lineinfo"}
+    assert Settings.from_environ({}).compiler_environment == ()
+
+
+def test_a_time_limit_for_compilers() -> None:
+    assert Settings.from_environ({}).compile_timeout > 600
+    assert Settings.from_environ({"FLEXOPS_COMPILE_TIMEOUT": "0"}).compile_timeout == 0
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user id without a name: the cache is the user's own all the same."""
+
+    def unknown(_: int) -> object:
+        raise KeyError("no such user")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert read(TMPDIR="/scratch").cache_dir == Path(f"/scratch/flexops-{os.getuid()}")
+
+
+def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert read(FLEXOPS_CACHE_DIR="/a").cache_dir == Path("/a")
+    with pytest.raises(SettingsError, match="FLEXOPS_CACHE_DIR") as caught:
+        read(FLEXOPS_CACHE_DIR="here")
+    assert caught.value.fix

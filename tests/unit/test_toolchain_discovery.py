@@ -17,7 +17,7 @@ from flexops.toolchain import discover, missing
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.discovery import assemble
 from flexops.toolchain.installed_torch import read, torch_build
-from flexops.toolchain.memo import Memo
+from flexops.toolchain.memo import SCHEMA, Memo
 from flexops.toolchain.model import TorchBuild, Version
 from flexops.toolchain.probe import read_compiler, read_hipcc, read_nvcc, read_plain
 
@@ -178,11 +178,23 @@ def test_gcc_too_new_takes_the_older_one(tree: Path, search: Search) -> None:
 
 def test_cxx(tree: Path, search: Search) -> None:
     mine = program(tree / "own/my-g++", GXX.format("11.4.0"))
-    for wish, path in ((str(mine), mine), ("my-g++", mine), ("ccache my-g++ -m64", mine), ("absent-g++", tree / "usr/bin/g++")):
+    for wish, path in ((str(mine), mine), ("my-g++", mine), ("ccache my-g++ -m64", mine)):
         found = assemble(search(cxx=wish, search_path=(f"{tree}/usr/bin", f"{tree}/own")), torch_for(), device="cpu")
         assert found.host
         assert found.host.path == path
-    assert found.rejected[0].path == Path("absent-g++")
+
+
+def test_a_cxx_that_is_no_compiler_is_refused_and_not_replaced(tree: Path, search: Search) -> None:
+    (tree / "text").write_text("no program")
+    for wish, reason in (("absent-g++", "not there"), (str(tree / "text"), "not executable")):
+        found = assemble(search(cxx=wish), torch_for(), device="cpu")
+        assert found.host is None
+        error = missing(found, "cpu")
+        assert error
+        assert "CXX" in error.what
+        assert f"CXX={wish}" in error.found
+        assert reason in error.found
+        assert error.fix.startswith("unset CXX")
 
 
 def test_a_ccache_masquerade_is_no_compiler(tree: Path, search: Search) -> None:
@@ -301,7 +313,7 @@ def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
     memo = Memo(str(path))
     assert memo.recall("table", str(path), lambda _: 5) == 5
     memo.save()
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == SCHEMA
 
 
 def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ def test_rocm() -> None:
         ("Hopper", "13.0", "", "9.0+PTX", 0),
         ("8.8", "13.0", "", "8.8", 0),
         ("10.1", "13.0", "", "10.0", 1),
+        (None, "13.0", "14.0", "compute_121", 1),  # a GPU newer than any that is known
+        ("14.0", "13.0", "14.0", "compute_121", 1),
         ("9.0", "13.7", "", "9.0", 0),  # a toolkit that no row knows yet
     ],
 )
@@ -143,7 +145,10 @@ def test_architectures_as_far_as_nvcc_can_emit_them(asked: str | None, cuda: str
     assert len(choice.notes) == notes
 
 
-@pytest.mark.parametrize(("asked", "cuda"), [("7.0", "13.0"), ("3.5;5.0", "13.0"), ("native", "13.0"), ("nonsense", "13.0")])
+@pytest.mark.parametrize(
+    ("asked", "cuda"),
+    [("7.0", "13.0"), ("3.5;5.0", "13.0"), ("native", "13.0"), ("nonsense", "13.0"), ("13.0", "13.0"), ("9.0;13.0", "12.6")],
+)
 def test_nothing_to_compile_is_an_error_with_its_mend(asked: str, cuda: str) -> None:
     with pytest.raises(ArchitectureError) as caught:
         resolve(asked, Version.parse(cuda), detected=[], known=RULES)
