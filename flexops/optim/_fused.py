@@ -70,6 +70,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # a state dict of an older version, or of another's optimizer, may know fewer options
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         self._leave_unscaling()
 
     _states: tuple[str, ...] = ()

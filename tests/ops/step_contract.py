@@ -443,6 +443,21 @@ class StepContract:
         for left, right in zip(params, expected, strict=True):
             assert torch.equal(left, right)
 
+    def test_a_state_dict_that_knows_fewer_options(self) -> None:
+        """Of an older version, or of another's optimizer; torch's own do it for each other's."""
+        params = make_params("cpu")
+        optimizer = self.optimizer(params)
+        set_grads(params, seed=0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:
+            for name in set(group) - {"params", "lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}:
+                del group[name]
+        loaded = self.optimizer(params)
+        loaded.load_state_dict(saved)
+        loaded.step()
+        assert loaded.param_groups[0].keys() >= optimizer.defaults.keys()
+
     @ON_BOTH
     @pytest.mark.parametrize("change", ["params", "some states", "all states", "data of states", "counts", "order", "one anew"])
     def test_what_was_put_in_another_place_is_noticed(self, change: str, device: str) -> None:
