@@ -157,8 +157,8 @@ def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, s
     if code:
         raise ImageError(f"{wish.target.id}: the image cannot say what is in it", found=err.strip(), fix=f"flexops image build --no-cache {wish.target.id}")
     labels = contents_labels(ImageFacts.from_dict(json.loads(out)))
-    if digests := client.images.get(args[BASES[wish.stage]]).attrs.get("RepoDigests"):
-        labels["org.opencontainers.image.base.digest"] = digests[0].rpartition("@")[2]
+    if digest := _registry_digest(client, args[BASES[wish.stage]]):
+        labels["org.opencontainers.image.base.digest"] = digest
     text = f"FROM {image}\nLABEL " + " ".join(f"{name}={json.dumps(value)}" for name, value in labels.items()) + "\n"
     progress = _Progress()
     for event in client.api.build(fileobj=io.BytesIO(text.encode()), rm=True, forcerm=True, decode=True):
@@ -167,6 +167,16 @@ def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, s
     if progress.error or not progress.image:
         raise ImageError(f"{wish.target.id}: the image cannot be labelled", found=progress.error or "the engine gave no image", fix="docker info")
     return progress.image
+
+
+def _registry_digest(client: DockerClient, name: str) -> str:
+    """What the registry that an image came from calls it; empty for one that was made on this engine."""
+    from docker.errors import DockerException
+
+    with contextlib.suppress(DockerException):
+        digests = client.images.get(name).attrs.get("RepoDigests")
+        return str(digests[0]).rpartition("@")[2] if digests else ""
+    return ""
 
 
 def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:

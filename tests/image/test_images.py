@@ -150,10 +150,9 @@ def test_credentials_of_an_index_are_no_argument_that_an_engine_keeps() -> None:
         assert building.without_credentials(url) == (url, "")
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_kernels_are_compiled_with_is_all_that_it_takes(path: Path, tmp_path: Path) -> None:
+def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> None:
     """The stage `kernels` has a part of the package only, which must do."""
-    (kernels,) = (stage for stage in dockerfile.stages(path.read_text())[1] if stage.name == "kernels")
+    (kernels,) = (stage for stage in dockerfile.stages(DOCKERFILES[0].read_text())[1] if stage.name == "kernels")
     for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels.text, re.MULTILINE):
         for source in ROOT.glob(wanted):
             copy = shutil.copytree if source.is_dir() else shutil.copy
