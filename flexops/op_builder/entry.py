@@ -115,4 +115,5 @@ def cannot_run(library: Path) -> Refusal | None:
         return None
     if not noexec:
         return None
-    return Refusal(f"{library} is on a file system mounted noexec: nothing there can be loaded", "export FLEXOPS_CACHE_DIR=<a directory on another file system>")
+    fix = "export FLEXOPS_CACHE_DIR=<a directory on another file system>"
+    return Refusal(f"{library} is on a file system mounted noexec: nothing there can be loaded", fix)

@@ -87,7 +87,7 @@ def test_a_damaged_field_is_refused(changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_value_that_no_build_writes_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="manifest field|JSON"):
+    with pytest.raises(ValueError, match=r"manifest field|JSON"):
         Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
 
 

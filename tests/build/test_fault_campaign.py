@@ -1,0 +1,67 @@
+"""The fault campaign in short: nothing is found, every part did what it is about, and what is broken on purpose is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from builds import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts" / "fault_campaign.py"
+BREAK = """
+import json, runpy, sys
+sys.modules["torch"] = None
+sys.path.insert(0, {repository!r})
+{fault}
+sys.argv = [{script!r}, *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+_RAISES = """
+from flexops import _json
+def parse(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise KeyError("damaged")
+_json.parse = parse
+"""
+FAULTS = {
+    "forged": ("from flexops import trust; trust.problem = lambda status: ''; trust.path_problem = lambda path: ''", "foreign code"),
+    "flips": (_RAISES, "traceback"),
+    "texts": ("from flexops import _json; _json.parse = json.loads", "traceback"),
+}
+
+
+def campaign(*arguments: str, fault: str = "") -> tuple[int, dict[str, dict[str, object]]]:
+    code = BREAK.format(repository=str(REPOSITORY), script=str(SCRIPT), fault=fault)
+    done = subprocess.run([sys.executable, "-c", code, "--json", *arguments], capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, {part["name"]: part for part in json.loads(done.stdout)["parts"]}
+
+
+def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -> None:
+    assert host_compiler
+    code, parts = campaign("--rounds", "40")
+    for part in parts.values():
+        if part["skipped"]:
+            excuse = "" if os.geteuid() == 0 and part["name"] == "forged" else "only root, where it may mount"
+            require(False, f"what {part['name']} needs", "bash scripts/fault_campaign.py as root, in a container that may mount", excuse)
+        assert part["told"] == []
+        assert part["rounds"]
+        assert part["seen"]
+    assert code == 0
+    assert sum(count for what, count in parts["kills"]["seen"].items() if "nothing there" not in what) > 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", ["forged", "flips", "texts"])
+def test_what_is_broken_on_purpose_is_found(host_compiler: object, require: Callable[..., None], part: str) -> None:
+    assert host_compiler
+    fault, kind = FAULTS[part]
+    code, parts = campaign("--rounds", "60", "--only", part, fault=fault)
+    require(not parts[part]["skipped"], "the right to become another user", "run the tests as root in a container")
+    assert code == 1
+    assert parts[part][kind], parts[part]
