@@ -27,15 +27,18 @@ def problem(status: os.stat_result) -> str:
     return f"can be written by {writers} (mode {stat.filemode(status.st_mode)})" if writers else ""
 
 
-def path_problem(path: str) -> str:
+def path_problem(path: str, *, passage: bool = False) -> str:
     """Who else could change a directory, or put another one in its place; "" if nobody could, or it is not there.
+
+    Args:
+        passage: the directory may itself be one to which others may add files, as those on the way to it.
 
     Raises:
         OSError: something on the way to it cannot be looked at.
     """
     try:
         for place, status, last in _passed(path):
-            if wrong := problem(status) if last else _passage_problem(status):
+            if wrong := problem(status) if last and not passage else _passage_problem(status):
                 return f"{place} {wrong}" if last else f"{place} {wrong}, who could put another directory in the place of {path}"
     except FileNotFoundError:
         pass  # what is there of the way is fine

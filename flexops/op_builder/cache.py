@@ -120,6 +120,7 @@ class BuildCache:
             return copy, None
         try:
             copy = self._copies.adopt(entry.directory)
+            self._copies.prune(keep=(copy.directory,))
         except CacheError as error:
             return None, Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
         return (copy, None) if _is_filed_right(copy) else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))

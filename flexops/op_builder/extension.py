@@ -19,13 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .. import _fork, toolchain
+from .. import _fork, toolchain, trust
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import Settings
 from .cache import Entry
 from .entry import cannot_run
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from .loader import open_cache
+from .manifest import verify
 from .plan import BuildPlan
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     if verbose:
         chosen = replace(chosen, log="debug")
     entry = obtain(request, replace(chosen, pch="1") if precompile else chosen)
-    path = _installed(entry, Path(*absolute([build_directory]))) if build_directory else entry.library
+    path = _installed(entry, Path(*absolute([build_directory])), shared=chosen.cache_shared) if build_directory else entry.library
     if request.is_standalone:
         return str(path)
     with _lock.held():
@@ -265,15 +266,19 @@ def _show_warnings(entry: Entry) -> None:
             print(line, file=sys.stderr)
 
 
-def _installed(entry: Entry, directory: Path) -> Path:
-    """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build."""
+def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
+    """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build.
+
+    Args:
+        shared: whoever may write to the directory is trusted.
+    """
     target = directory / entry.manifest.library
-    wanted = entry.library.stat()
-    with contextlib.suppress(OSError):
-        seen = target.stat()
-        if (seen.st_size, seen.st_mtime_ns) == (wanted.st_size, wanted.st_mtime_ns):
-            return target
     try:
+        if not shared and (problem := trust.path_problem(str(directory), passage=True)):
+            required, fix = "a directory that only you can write to, or FLEXOPS_CACHE_SHARED=1", "name another one, or none"
+            raise CacheError("build_directory is not safe to load from", found=problem, required=required, fix=fix)
+        if verify(directory, entry.manifest, own=not shared) is None:
+            return target
         directory.mkdir(parents=True, exist_ok=True)
         for item in entry.directory.iterdir():
             if item.is_file() and item != entry.library:

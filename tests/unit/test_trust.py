@@ -17,7 +17,7 @@ from builds import made_up_entry, tiny_plan
 
 from flexops import trust
 from flexops.errors import CacheError
-from flexops.op_builder import cache_archive
+from flexops.op_builder import cache_archive, extension
 from flexops.op_builder.cache import BuildCache, Entry, read_manifest
 from flexops.op_builder.plan import BuildPlan
 
@@ -183,6 +183,38 @@ def test_who_could_put_another_directory_in_the_cache_s_place(place: Path) -> No
     assert f"{home}/open belongs to user id {ATTACKER}" in problem("open/cache")
     os.lchown(home / "link", ATTACKER, ATTACKER)
     assert f"{home}/link belongs to user id {ATTACKER}" in problem("link/cache")
+
+
+def test_a_build_directory_that_others_can_write_to(place: Path, plan: BuildPlan) -> None:
+    """``flexops.load(build_directory=...)`` loads its copy: it must be the one that it made."""
+    home = home_of(VICTIM, place)
+    theirs, mine = home / "theirs", home / "mine"
+    for folder, owner in ((theirs, ATTACKER), (mine, VICTIM)):
+        folder.mkdir()
+        os.chown(folder, owner, owner)
+    entry = read_manifest(Path(as_user(VICTIM, lambda: publish(home / "cache", plan, "mine"))))
+    assert entry is not None
+
+    def installed(folder: Path, shared: bool = False) -> str:
+        try:
+            return extension._installed(entry, folder, shared=shared).read_text()
+        except CacheError as error:
+            return error.found
+
+    assert as_user(VICTIM, lambda: installed(mine)) == "mine"
+    planted = mine / entry.manifest.library
+    for owner in (VICTIM, ATTACKER):
+        planted.write_text("EVIL")
+        os.chown(planted, owner, owner)
+        os.utime(planted, ns=(0, entry.library.stat().st_mtime_ns))
+        assert as_user(VICTIM, lambda: installed(mine)) == "mine", "of the same size and date"
+    mine.chmod(0o777)
+    assert "can be written by everybody" in as_user(VICTIM, lambda: installed(mine))
+    mine.chmod(0o775)
+    assert as_user(VICTIM, lambda: installed(mine)) == "mine"
+    assert f"belongs to user id {ATTACKER}" in as_user(VICTIM, lambda: installed(theirs))
+    theirs.chmod(0o777)
+    assert as_user(VICTIM, lambda: installed(theirs, shared=True)) == "mine"
 
 
 def test_links_in_circles_end(tmp_path: Path) -> None:
