@@ -76,6 +76,10 @@ class World:
             work()
         except Fault as fault:
             self.tally.faults.append(Fault(fault.kind, f"{what}: {fault}"))
+        except Unavailable:
+            raise
+        except Exception:  # of the campaign itself: one round less is no reason to lose the others, but it must be seen
+            self.tally.faults.append(Fault("traceback", f"{what}, in the campaign: {traceback.format_exc()}"))
 
 
 @dataclass
@@ -151,16 +155,14 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they did."""
+    """The processes that a process started, and those that they did; without those that end meanwhile."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        try:
-            children = [int(child) for child in (task / "children").read_text().split()]
-        except OSError:
-            continue
-        for child in children:
-            found += [child, *descendants(child)]
-    return found
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    except OSError:
+        pass
+    return [*found, *(below for child in found for below in descendants(child))]
 
 
 def program(pid: int) -> str:
