@@ -150,6 +150,15 @@ def test_credentials_of_an_index_are_no_argument_that_an_engine_keeps() -> None:
         assert building.without_credentials(url) == (url, "")
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with(path: Path) -> None:
+    """Or it would compile them again: what compilers read is part of a library's key."""
+    by_name = {stage.name: stage.text for stage in dockerfile.stages(path.read_text())[1]}
+    assert by_name["wheel"].startswith("FROM kernels ")
+    assert "ENV SOURCE_DATE_EPOCH=" in by_name["kernels"]
+    assert set(re.findall(r"[A-Z_]+(?==)", by_name["wheel"])) <= {"FLEXOPS_AOT", "ARCH_LIST", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"}
+
+
 def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> None:
     """The stage `kernels` has a part of the package only, which must do."""
     (kernels,) = (stage for stage in dockerfile.stages(DOCKERFILES[0].read_text())[1] if stage.name == "kernels")
