@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexops.compute_capability import parse_arch_list
 from flexops.op_builder import cache_key
 from flexops.op_builder.cache import BuildCache, Entry
 from flexops.op_builder.manifest import Manifest, file_crc32
@@ -28,7 +27,7 @@ from flexops.toolchain.resources import Resources
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHILDREN = Path(__file__).resolve().parent / "build" / "children"
 GIB = 2**30
-SQUARE = OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor.cu",), isa_levels=("baseline",))
+SQUARE = OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor_cuda.cpp",), isa_levels=("baseline",))
 
 ROOM = Resources(cpus=2, memory_bytes=16 * GIB)
 TORCH = TorchBuild("2.14.1+cu130", cuda="13.0", hip=None, git_version="abc", cxx11_abi=True, root=Path("/py/torch"))
@@ -48,14 +47,12 @@ def paper_plan(
     device: Any,
     tools: Toolchain = TOOLS,
     *,
-    archs: str = "9.0",
     csrc: Path = REPOSITORY / "csrc",
     resources: Resources = ROOM,
     max_jobs: int | None = None,
-    nvcc_threads: int | None = None,
 ) -> BuildPlan:
     """A plan that nothing is going to run."""
-    return plan_op(spec, device, tools, csrc=csrc, architectures=parse_arch_list(archs), resources=resources, max_jobs=max_jobs, nvcc_threads=nvcc_threads)
+    return plan_op(spec, device, tools, csrc=csrc, resources=resources, max_jobs=max_jobs)
 
 
 def ninja_path() -> str:

@@ -72,10 +72,6 @@ struct Rule {
   }
 };
 
-__global__ void __launch_bounds__(multi::Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT multi::Steps steps) {
-  multi::increment(steps);
-}
-
 template <bool general>
 __global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
     adagrad_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {

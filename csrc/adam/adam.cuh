@@ -74,10 +74,6 @@ struct Rule {
   }
 };
 
-__global__ void __launch_bounds__(multi::Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT multi::Steps steps) {
-  multi::increment(steps);
-}
-
 template <bool general>
 __global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
     adam_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {

@@ -318,10 +318,6 @@ FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const mu
   }
 }
 
-__global__ void __launch_bounds__(multi::Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT multi::Steps steps) {
-  multi::increment(steps);
-}
-
 template <bool general>
 __global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
     adam8bit_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {

@@ -148,6 +148,7 @@ namespace detail {
 #if FLEXOPS_DEVICE_CPU
 #include "common/huge_pages.h"
 #endif
+#include "common/current_gpu.h"
 #if defined(FLEXOPS_STABLE_ABI) && FLEXOPS_STABLE_ABI
 #include "common/binding_stable.h"
 #else

@@ -139,7 +139,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
 /// Makes the tensor's GPU the current device for the guard's lifetime.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.torch().device()) {}
+  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.torch().device()) { detail::guarded_gpu = tensor.device_index(); }
 
  private:
   c10::DeviceGuard guard_;

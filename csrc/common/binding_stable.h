@@ -170,7 +170,10 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
 /// Makes the tensor's GPU the current device for the guard's lifetime.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& tensor) { FLEXOPS_TORCH(aoti_torch_create_device_guard(tensor.device_index(), &guard_)); }
+  explicit DeviceGuard(const Tensor& tensor) {
+    FLEXOPS_TORCH(aoti_torch_create_device_guard(tensor.device_index(), &guard_));
+    detail::guarded_gpu = tensor.device_index();
+  }
   ~DeviceGuard() { aoti_torch_delete_device_guard(guard_); }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

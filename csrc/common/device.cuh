@@ -1,25 +1,29 @@
-// The one place that tells nvcc, NVRTC and hipcc apart. Device headers include no host or toolkit header: NVRTC has none at hand.
+// The one place that tells compilers apart: NVRTC and nvcc for CUDA's device code, hipcc, and a plain C++ compiler for launchers (the host
+// pass). Device headers include no host or toolkit header: NVRTC has none at hand.
 #pragma once
 
 #if defined(__HIPCC__) || defined(__HIP_PLATFORM_AMD__)
 #define FLEXOPS_HIP 1
-#include "common/hip.cuh"
+#include <hip/hip_runtime.h>
 #else
 #define FLEXOPS_HIP 0
+#if !defined(__CUDACC__)
+#include "common/host_pass.cuh"
+#endif
 #endif
 
 #define FLEXOPS_DEVICE __device__ __forceinline__
 
 /// Marks a kernel's only parameter, a struct passed by value: read in place from constant memory, never copied to local memory.
-#if FLEXOPS_HIP
-#define FLEXOPS_GRID_CONSTANT
-#else
+#if !FLEXOPS_HIP && defined(__CUDACC__)
 #define FLEXOPS_GRID_CONSTANT __grid_constant__
+#else
+#define FLEXOPS_GRID_CONSTANT
 #endif
 
-/// The most bytes of parameters that a kernel may take. CUDA allows 32764, but ptxas 13.0 wraps the offset of an indexed read that lies 32
+/// The most bytes of parameters that a kernel may take. CUDA allows 32764 (from 12.1 and sm_70 on), but ptxas 13.0 wraps the offset of an indexed read that lies 32
 /// KiB or more into the constant bank, of which the parameters have what follows the first 0x210 (sm_90) or 0x380 (sm_100) bytes.
-#if !FLEXOPS_HIP && (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 1))
+#if !FLEXOPS_HIP
 #define FLEXOPS_KERNEL_PARAMETER_BYTES (32768 - 1024)
 #else
 #define FLEXOPS_KERNEL_PARAMETER_BYTES 4096

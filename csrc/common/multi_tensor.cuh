@@ -79,7 +79,7 @@ struct Steps {
   float* step[kCapacity];
 };
 
-FLEXOPS_DEVICE void increment(const Steps& steps) {
+__global__ void __launch_bounds__(Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT Steps steps) {
   const int i = blockIdx.x * Steps::kThreads + threadIdx.x;
   if (i >= steps.count || (steps.found_inf && *steps.found_inf != 0.0f)) return;
   *steps.step[i] += 1.0f;

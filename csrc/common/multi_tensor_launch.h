@@ -1,8 +1,9 @@
-// The host's side of multi_tensor.cuh, for .cu files: packs rows into as few launches as the kernel's parameters hold.
+// The host's side of multi_tensor.cuh, for launchers: packs rows into as few launches as the kernel's parameters hold.
 #pragma once
 
 #include <stdint.h>
 
+#include "common/launch.h"
 #include "common/multi_tensor.cuh"
 #include "common/multi_tensor.h"
 
@@ -51,54 +52,47 @@ void make_hints(Launch<Rule>& launch) {
   }
 }
 
-/// Calls start(launch, blocks) for every launch that the rows in [0, count) for which chosen(i) holds need, in order, or the last first if
-/// the rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
-template <class Rule, class Chosen, class Extra, class Start>
-void for_each_launch(const TensorRow* rows, int64_t count, const typename Rule::Shared& shared, const Chosen& chosen, const Extra& extra,
-                     const Start& start) {
+/// Launches a rule's kernel for the rows in [0, count) for which chosen(i) holds, as often as they need it, in order, or the last first if the
+/// rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
+template <class Rule, class Chosen, class Extra>
+void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count, const typename Rule::Shared& shared,
+                 const Chosen& chosen, const Extra& extra, void* stream) {
   static_assert(sizeof(Launch<Rule>) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
-  Launch<Rule> launch;
-  launch.shared = shared;
-  launch.count = 0;
-  launch.first_chunk[0] = 0;
+  Launch<Rule> pack;
+  pack.shared = shared;
+  pack.count = 0;
+  pack.first_chunk[0] = 0;
   const auto flush = [&] {
-    if (launch.count > 0) {
-      make_hints(launch);
-      start(launch, launch.first_chunk[launch.count]);
+    if (pack.count > 0) {
+      make_hints(pack);
+      flexops::launch(kernel, {blocks(pack.first_chunk[pack.count]), {Rule::kThreads}, stream}, pack);
     }
-    launch.count = 0;
+    pack.count = 0;
   };
   for (int64_t n = 0; n < count; ++n) {
     const int64_t i = Rule::kReverse ? count - 1 - n : n;
     const TensorRow& row = rows[i];
     if (row.numel == 0 || !chosen(i)) continue;
     const auto chunks = static_cast<uint32_t>(chunks_of<Rule>(row.numel));
-    if (launch.count == Launch<Rule>::kCapacity || launch.first_chunk[launch.count] + chunks > kMostBlocks) flush();
-    const int at = launch.count++;
-    launch.first_chunk[at + 1] = launch.first_chunk[at] + chunks;
-    launch.row[at].numel_and_flags = static_cast<u64>(row.numel) << 8 | make_flags<Rule>(row);
-    for (int k = 0; k < Rule::kArrays; ++k) launch.row[at].array[k] = row.array[k];
-    for (int e = 0; e < Rule::kExtras; ++e) launch.row[at].extra[e] = extra(i, e);
+    if (pack.count == Launch<Rule>::kCapacity || pack.first_chunk[pack.count] + chunks > kMostBlocks) flush();
+    const int at = pack.count++;
+    pack.first_chunk[at + 1] = pack.first_chunk[at] + chunks;
+    pack.row[at].numel_and_flags = static_cast<u64>(row.numel) << 8 | make_flags<Rule>(row);
+    for (int k = 0; k < Rule::kArrays; ++k) pack.row[at].array[k] = row.array[k];
+    for (int e = 0; e < Rule::kExtras; ++e) pack.row[at].extra[e] = extra(i, e);
   }
   flush();
 }
 
-/// The launches that increment every row's step: start(steps, blocks).
-template <class Start>
-void for_each_steps(const TensorRow* rows, int64_t count, const float* found_inf, const Start& start) {
+/// Increments every row's step.
+inline void launch_steps(const TensorRow* rows, int64_t count, const float* found_inf, void* stream) {
   Steps steps;
   steps.found_inf = found_inf;
   for (int64_t done = 0; done < count; done += steps.count) {
     steps.count = static_cast<int>(count - done < Steps::kCapacity ? count - done : Steps::kCapacity);
     for (int i = 0; i < steps.count; ++i) steps.step[i] = rows[done + i].step;
-    start(steps, (steps.count + Steps::kThreads - 1) / Steps::kThreads);
+    launch(kernel<step_kernel>, {blocks(ceil_div(steps.count, Steps::kThreads)), {Steps::kThreads}, stream}, steps);
   }
-}
-
-/// What a launcher returns: nullptr, or CUDA's error text.
-inline const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace flexops::multi

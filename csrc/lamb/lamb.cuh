@@ -136,10 +136,6 @@ struct Segments {
 };
 static_assert(sizeof(Segments) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
 
-__global__ void __launch_bounds__(multi::Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT multi::Steps steps) {
-  multi::increment(steps);
-}
-
 template <bool general>
 __global__ void __launch_bounds__(Moments<general>::kThreads, Moments<general>::kMinBlocks)
     moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<general>> launch) {

@@ -1,15 +1,11 @@
-// What both of softmax's launchers do: parameters and the grid. Included by softmax*.cu.
+// What both of softmax's launchers do: parameters and the grid.
 #pragma once
 
+#include "common/launch.h"
 #include "softmax/softmax.cuh"
-
 #include "softmax/softmax.h"
 
 namespace flexops {
-
-/// Forward, for rows that are too long for a block to hold. softmax_backward.cu has them, so that both files compile equally long.
-const char* softmax_long(softmax::Params& p, SoftmaxType type, void* stream);
-const char* softmax_long_masked(softmax::Params& p, SoftmaxType type, void* stream);
 
 namespace {
 
@@ -64,19 +60,10 @@ Grid make_grid(Params& p, SoftmaxType type, int64_t held, int64_t most) {
   return {{p.rows, 1, 1}, {p.lanes, 1}, holds};
 }
 
-const char* launch(const void* kernel, Params& p, const Grid& grid, void* stream) {
-  void* arguments[] = {&p};
-  const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
-  cudaLaunchKernel(kernel, dim3(size(grid.blocks[0]), size(grid.blocks[1]), size(grid.blocks[2])),
-                   dim3(size(grid.threads[0]), size(grid.threads[1])), arguments, 0, static_cast<cudaStream_t>(stream));
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+const char* launch(const KernelOf<Params>& kernel, const Params& p, const Grid& grid, void* stream) {
+  flexops::launch(kernel, {blocks(grid.blocks[0], grid.blocks[1], grid.blocks[2]), blocks(grid.threads[0], grid.threads[1]), stream}, p);
+  return last_error();
 }
-
-/// A kernel's pointer (because each <<<>>> costs build time).
-#define FLEXOPS_SOFTMAX(kernel, ...) reinterpret_cast<const void*>(&softmax::kernel<__VA_ARGS__>)
-#define FLEXOPS_SOFTMAX_OF(type, kernel) \
-  (type == SoftmaxType::f32 ? FLEXOPS_SOFTMAX(kernel, softmax::kF32) : FLEXOPS_SOFTMAX(kernel, softmax::kHalf))
 
 }  // namespace
 }  // namespace flexops

@@ -67,9 +67,12 @@ def build(
 
 def require_fit(row: targets.Target, chosen: settings.Settings) -> None:
     """Raises ``ToolchainError`` unless this environment's torch and device compiler are the row's own."""
-    tools = toolchain.discover(chosen, device="cpu" if row.accelerator == "cpu" else "cuda")
-    toolkit = tools.rocm if row.accelerator == "rocm" else tools.cuda
-    if error := unfit(row, tools.torch, toolkit.version if toolkit else None):
+    compiler = None
+    if row.accelerator == "cuda" and (choice := toolchain.device_compiler(chosen)).value:
+        compiler = choice.value.version
+    elif row.accelerator == "rocm" and (rocm := toolchain.discover(chosen, device="cuda").rocm):
+        compiler = rocm.version
+    if error := unfit(row, toolchain.torch_build(), compiler):
         raise error
 
 
@@ -77,7 +80,10 @@ def _line(result: Result) -> str:
     if result.error:
         return f"{result.plan.name:<14} FAILED  {result.error}"
     entry = result.require()
-    what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
+    what = ", ".join(result.architectures or entry.manifest.architectures or entry.manifest.isa_levels)
+    if result.kernels:
+        made = sum(not kernel.cached for kernel in result.kernels)
+        what = f"{len(result.kernels)} kernels for {what}" + (f", {made} compiled now" if made else "")
     how = "was there" if result.cached else f"{result.seconds:.1f} s"
     return f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB  {what}\n{'':<14} {entry.library}"
 
@@ -89,7 +95,11 @@ def _as_dict(result: Result) -> dict[str, object]:
         "name": result.plan.name,
         "device": result.plan.device,
         "library": str(result.entry.library) if result.entry else None,
-        "architectures": list(manifest.architectures) if manifest else [],
+        "architectures": list(result.architectures or (manifest.architectures if manifest else ())),
+        "kernels": [
+            {"kernel": one.plan.expression, "architecture": str(one.plan.architecture), "code": str(one.entry.library) if one.entry else None, "cached": one.cached}
+            for one in result.kernels
+        ],
         "isa_levels": list(manifest.isa_levels) if manifest else [],
         "cached": result.cached,
         "seconds": round(result.seconds, 3),

@@ -20,8 +20,8 @@ from .children import Child
 from .facts import BuildTrial, OpTrial
 
 if TYPE_CHECKING:
-    from ..op_builder.plan import BuildPlan
-    from ..op_builder.spec import DeviceType
+    from ..op_builder.spec import DeviceType, OpSpec
+    from ..settings import Settings
 
 BUILD_SECONDS = 180.0
 OPS_SECONDS = 600.0
@@ -68,8 +68,7 @@ def load(built: dict[str, BuildTrial], place: Path, *, run: Run = children.run) 
     devices = [device for device, one in built.items() if not one.error]
     if not devices:
         return tuple(built.values())
-    arch_list = ";".join(built["cuda"].architectures) if "cuda" in devices else ""
-    child = run(["-m", __name__, "load", arch_list, *devices], timeout=BUILD_SECONDS, environment=_environment(place))
+    child = run(["-m", __name__, "load", "", *devices], timeout=BUILD_SECONDS, environment=_environment(place))
     told = {message.pop("device"): message for message in child.messages}
     failure = _failure(child)
     return tuple(_loaded_trial(one, told.get(device), failure) if device in devices else one for device, one in built.items())
@@ -137,54 +136,51 @@ def _loaded_trial(built: BuildTrial, told: dict[str, Any] | None, failure: str) 
 # ---- in the child -------------------------------------------------------------------------------------------------------------------------
 
 
-def _plan(device: DeviceType, arch_list: str) -> BuildPlan:
-    """The small op's plan, on this machine's toolchain."""
-    from dataclasses import replace
-
-    from .. import settings
-    from ..op_builder import loader
+def _small_op() -> OpSpec:
     from ..op_builder.spec import OpSpec
 
-    spec = OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor.cu",), isa_levels=("baseline",))
-    chosen = settings.current()
-    return loader.local_plan(spec, device, replace(chosen, arch_list=arch_list or chosen.arch_list))
+    return OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor_cuda.cpp",), isa_levels=("baseline",))
 
 
-def _one_architecture(arch_list: str) -> str:
-    """One of the architectures that a build would be for: more would only take longer. Empty where there is no CUDA."""
-    from dataclasses import replace
+def _one_architecture(chosen: Settings) -> str | None:
+    """One of the architectures that a build would be for: more would only take longer."""
+    from .. import toolchain
+    from ..op_builder import provider
 
-    from .. import settings, toolchain
-
-    chosen = settings.current()
-    tools = toolchain.discover(chosen, device="cuda")
-    if tools.cuda is None:
-        return arch_list
-    asked = replace(chosen, arch_list=arch_list or chosen.arch_list)
-    return str(toolchain.resolve_architectures(asked, tools.cuda, detected=toolchain.local_capabilities()).architectures[0])
+    torch = toolchain.torch_build()
+    if torch and torch.hip:
+        return None
+    return str(provider.compiler_for(chosen, toolchain.local_capabilities(), asked=chosen.arch_list).architectures[0])
 
 
 def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
+    from dataclasses import replace
+
     from .. import settings
-    from ..op_builder import builder, loader
+    from ..op_builder import aot
 
     started = time.perf_counter()
-    plan = _plan(cast("DeviceType", device), _one_architecture(arch_list) if device == "cuda" else "")
-    builder.obtain([plan], loader.open_cache(settings.current()))[0].require()
-    return {"build_seconds": round(time.perf_counter() - started, 3), "architectures": list(plan.architectures)}
+    chosen = settings.current()
+    if device == "cuda":
+        chosen = replace(chosen, arch_list=arch_list or chosen.arch_list)
+        chosen = replace(chosen, arch_list=_one_architecture(chosen))
+    result = aot.build_specs((_small_op(),), (cast("DeviceType", device),), chosen)[0]
+    architectures = result.architectures or result.require().manifest.architectures
+    return {"build_seconds": round(time.perf_counter() - started, 3), "architectures": list(architectures)}
 
 
 def _load_in_child(arch_list: str, device: str) -> dict[str, Any]:
     import torch
 
-    from .. import settings
+    from .. import settings, toolchain
     from ..op_builder import loader
 
     started = time.perf_counter()
-    entry = loader.open_cache(settings.current()).lookup(_plan(cast("DeviceType", device), arch_list))
+    entry = loader.open_cache(settings.current()).lookup(loader.local_plan(_small_op(), cast("DeviceType", device), settings.current()))
     if entry is None:
         return {"error": "what was built is not found again"}
-    torch.ops.load_library(str(entry.library))
+    build = toolchain.torch_build()
+    loader.open_library(entry.library, _small_op() if device == "cuda" and not (build and build.hip) else None)
     seconds = time.perf_counter() - started
     error = _run_small_op(device) if device == "cpu" or torch.cuda.is_available() else None
     return {"load_seconds": round(seconds, 5), "max_error": error}

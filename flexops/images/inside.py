@@ -51,7 +51,7 @@ def _libraries(torch: Any) -> Iterable[Library]:
         if entry is None:
             yield Library(directory.name, refusal=damage.reason if damage else "no library")
             continue
-        refusal = manifest.judge(entry.manifest, manifest.Host(torch)) if torch else None
+        refusal = manifest.judge(entry.manifest, torch) if torch else None
         known = entry.manifest
         yield Library(
             directory.name, known.device, known.cuda_version, tuple(known.architectures), known.glibc, known.glibcxx, refusal.reason if refusal else "",

@@ -10,11 +10,12 @@ from pathlib import Path
 from .. import distribution, toolchain
 from ..errors import CacheError, ToolchainError
 from ..settings import Settings
-from . import builder, catalog, layout, loader
+from . import builder, catalog, device_code, layout, loader, provider
 from .builder import Result
+from .cache import Entry
 from .compiler import Progress
-from .manifest import FILE_NAME
-from .spec import DeviceType
+from .manifest import FILE_NAME, Manifest
+from .spec import DeviceType, OpSpec
 
 
 def build(
@@ -29,7 +30,7 @@ def build(
     """Build the libraries of the ops called ``names`` (none: all), together.
 
     Args:
-        devices: device types to build for; by default ``cpu``, and ``cuda`` where there is a toolkit that matches torch.
+        devices: device types to build for; by default ``cpu``, and ``cuda`` where there is an NVRTC that matches torch.
         arch_list: what ``TORCH_CUDA_ARCH_LIST`` would say; it need not be this machine's GPU.
         out: also copy each library and its manifest to ``<out>/<op>-<device>/``.
 
@@ -38,10 +39,7 @@ def build(
     """
     if arch_list is not None:
         chosen = replace(chosen, arch_list=arch_list)
-    wanted = tuple(devices) if devices is not None else default_devices(chosen)
-    specs = catalog.select(names)
-    plans = [loader.local_plan(spec, device, chosen) for device in wanted for spec in specs if device in spec.devices]
-    results = builder.obtain(plans, loader.open_cache(chosen), progress=progress, debug=chosen.log == "debug")
+    results = build_specs(catalog.select(names), devices if devices is not None else default_devices(chosen), chosen, progress=progress)
     if out is not None:
         for result in results:
             if result.entry:
@@ -49,26 +47,76 @@ def build(
     return results
 
 
+def build_specs(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, *, progress: Progress | None = None) -> list[Result]:
+    """The libraries of these specs, together; with those for CUDA also their kernels, for ``chosen.arch_list`` or the GPUs here.
+
+    Raises:
+        ToolchainError, ArchitectureError: a build was asked for that cannot be planned. Failed compiles are in the results.
+    """
+    pairs = [(spec, device) for device in devices for spec in specs if device in spec.devices]
+    torch = toolchain.torch_build()
+    choice = None
+    if any(device == "cuda" for _, device in pairs) and not (torch and torch.hip):
+        choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=chosen.arch_list)
+    plans = [loader.local_plan(spec, device, chosen) for spec, device in pairs]
+    results = builder.obtain(plans, loader.open_cache(chosen), progress=progress, debug=chosen.log == "debug")
+    return _with_kernels(pairs, results, choice, chosen, progress) if choice else results
+
+
+def _with_kernels(
+    pairs: Sequence[tuple[OpSpec, DeviceType]], results: list[Result], choice: provider.Choice, chosen: Settings, progress: Progress | None
+) -> list[Result]:
+    """The results with the kernels that their libraries name; a kernel that fails fails its library."""
+    csrc = layout.csrc_root()
+    plans: dict[int, list[device_code.KernelPlan]] = {}
+    for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
+        if device == "cuda" and result.entry:
+            names = device_code.names_in(result.entry.library)
+            each = list(device_code.single(choice.architectures))
+            plans[number] = [device_code.plan_kernel(spec.name, spec.cuda_sources, name, one, choice.compiler, csrc) for one in each for name in names]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
+    together = [plan for own in plans.values() for plan in own]
+    made = iter(device_code.obtain(together, loader.open_cache(chosen), jobs=jobs, time_limit=chosen.compile_timeout, progress=progress))
+    complete = list(results)
+    for number, own in plans.items():
+        kernels = tuple(next(made) for _ in own)
+        error = next((kernel.error for kernel in kernels if kernel.error), None)
+        complete[number] = replace(results[number], kernels=kernels, architectures=tuple(map(str, choice.architectures)), error=error)
+    return complete
+
+
 def default_devices(chosen: Settings) -> tuple[DeviceType, ...]:
-    """What can be built here: the CPU always, CUDA (or ROCm) where a toolkit matches torch."""
-    tools = toolchain.discover(chosen, device="cuda")
-    return ("cpu", "cuda") if tools.cuda or (tools.rocm and tools.torch and tools.torch.hip) else ("cpu",)
+    """What can be built here: the CPU always, CUDA where there is an NVRTC (or nvcc) that matches torch, ROCm where there is one that does."""
+    torch = toolchain.torch_build()
+    if torch and torch.hip:
+        return ("cpu", "cuda") if toolchain.discover(chosen, device="cuda").rocm else ("cpu",)
+    return ("cpu", "cuda") if toolchain.device_compiler(chosen).taken else ("cpu",)
 
 
 def install(result: Result, out: Path) -> Path:
-    """Copy a built library and its manifest to ``<out>/<op>-<device>/``, replacing what is there; returns that directory.
+    """Copy a built library with its kernels to ``<out>/<op>-<device>/`` and ``<out>/<op>-<architecture>-<kernel>/``, each with its manifest,
+    replacing what is there; returns the library's directory.
 
     Raises:
         CacheError: the directory cannot be written.
     """
+    for kernel in result.kernels:
+        _copy(kernel.require(), out)
     entry = result.require()
-    target = out / result.plan.name
-    staged = out / f".{result.plan.name}.new"
+    if not result.kernels:
+        return _copy(entry, out)
+    made_by = result.kernels[0].plan.compiler.version.major_minor
+    return _copy(entry, out, replace(entry.manifest, architectures=result.architectures, cuda_version=made_by))
+
+
+def _copy(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
+    target = out / entry.manifest.name
+    staged = out / f".{entry.manifest.name}.new"
     try:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
-        for name in (entry.manifest.library, FILE_NAME):
-            shutil.copy2(entry.directory / name, staged / name)
+        shutil.copy2(entry.library, staged / entry.manifest.library)
+        (staged / FILE_NAME).write_text((manifest or entry.manifest).to_json(), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         staged.rename(target)
     except OSError as error:
@@ -100,5 +148,6 @@ def build_into_package(names: tuple[str, ...], chosen: Settings, package: Path, 
     for result in results:
         if result.error:
             raise result.error
-    return [package / layout.aot_root().name / result.plan.name for result in results]
+    entries = [entry for result in results for entry in (result.require(), *(kernel.require() for kernel in result.kernels))]
+    return [package / layout.aot_root().name / entry.manifest.name for entry in entries]
 

@@ -18,6 +18,7 @@ from . import cache_key, compiler, objects, search
 from .cache import BuildCache, Entry, places_today, replace_file
 from .cache_key import Digests
 from .compiler import Progress
+from .device_code import KernelResult
 from .diagnose import diagnose
 from .manifest import Manifest, file_crc32, needed_versions
 from .plan import BuildPlan
@@ -29,7 +30,8 @@ _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
 class Result:
     """What came of one plan: an entry, or the error that says why there is none.
 
-    ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``).
+    ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``). ``kernels`` is the device code of a library for
+    CUDA, where that was built too, and ``architectures`` what it is for.
     """
 
     plan: BuildPlan
@@ -37,10 +39,12 @@ class Result:
     error: FlexopsError | None = None
     seconds: float = 0.0
     cached: bool = False
+    kernels: tuple[KernelResult, ...] = ()
+    architectures: tuple[str, ...] = ()
 
     def require(self) -> Entry:
         """The entry; raises the error if there is none."""
-        if self.entry is None:
+        if self.entry is None or self.error:
             raise self.error or CompileError(f"{self.plan.name} could not be built")
         return self.entry
 

@@ -209,6 +209,12 @@ class BuildCache:
             yield
 
     def publish(self, built: Path, manifest: Manifest, headers: Digests) -> Entry:
+        """As ``store``, for a build whose headers the compiler told: the next look-up knows them."""
+        entry = self.store(built, manifest)
+        self.record_headers(manifest, headers)
+        return entry
+
+    def store(self, built: Path, manifest: Manifest) -> Entry:
         """Move a finished directory under its key. If another process was first, its entry is the result.
 
         Raises:
@@ -224,9 +230,7 @@ class BuildCache:
             _sync(built / manifest.library)
         except OSError as error:
             raise _not_stored(built, error) from error
-        entry = self._place(built, manifest)
-        self.record_headers(manifest, headers)
-        return entry
+        return self._place(built, manifest)
 
     def record_headers(self, manifest: Manifest, headers: Digests) -> None:
         """Write down which headers a build reached; look-ups start from them."""
@@ -292,9 +296,9 @@ class BuildCache:
 
     # ---- keeping house ------------------------------------------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """Every readable entry, the least recently used first."""
-        names = [path for path in _subdirectories(self.root) if not path.name.startswith(".")]
+    def entries(self, prefixes: tuple[str, ...] = ("",)) -> list[Entry]:
+        """Every readable entry (whose name begins like one of ``prefixes``), the least recently used first."""
+        names = [path for path in _subdirectories(self.root) if not path.name.startswith(".") and path.name.startswith(prefixes)]
         return sorted((entry for name in names for entry in self._entries(name)), key=lambda entry: entry.last_used)
 
     def _entries(self, directory: Path) -> Iterator[Entry]:

@@ -20,11 +20,11 @@ from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, layout
 from .cache import BuildCache, Entry, read_entry
 from .entry import cannot_run
-from .manifest import Host, Refusal, has_machine_code, judge
+from .manifest import Refusal, judge
 from .spec import DeviceType, OpSpec
 
 if TYPE_CHECKING:
-    from ..compute_capability import Architecture
+    from ..toolchain.model import TorchBuild
     from .plan import BuildPlan
 
 Backend = Literal["aot", "jit", "reference", "unasked"]
@@ -112,7 +112,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
     refusals: list[Refusal] = []
     try:
         for entry, backend, reason in _sources(spec, device, refusals):
-            if refusal := _open(entry):
+            if refusal := _open(entry, spec):
                 refusals.append(refusal)
                 continue
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
@@ -129,26 +129,20 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     if torch is None:
         refusals.append(Refusal("torch was not found", "pip install torch"))
         return
-    host = Host(torch, local_capabilities() if device == "cuda" else ())
-    entry, refusal = _ahead_of_time(spec, device, host)
+    entry, refusal = _ahead_of_time(spec, device, torch)
     if entry:
         yield entry, "aot", "compiled at install"
     refusals.append(refusal or Refusal("no ahead-of-time library"))
     cache = open_cache(chosen)
-    fitting: list[Entry] = []
     if problem := cache.problem():
         refusals.append(Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>"))
     else:
-        fitting = _fitting(spec, device, host, cache, refusals)
-    native = [entry for entry in fitting if has_machine_code(entry.manifest, host)]
-    for entry in _intact(cache, native, refusals):
-        yield entry, "jit", "found in the cache"
+        for entry in _intact(cache, _fitting(spec, device, torch, cache, refusals), refusals):
+            yield entry, "jit", "found in the cache"
     if chosen.jit:
         yield from _compiled(spec, device, chosen, cache, refusals)
     else:
         refusals.append(Refusal("nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling", f"flexops build {spec.name}"))
-    for entry in _intact(cache, [entry for entry in fitting if entry not in native], refusals):  # what the driver has to compile first comes last
-        yield entry, "jit", "found in the cache, as PTX"
 
 
 def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
@@ -160,22 +154,22 @@ def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) ->
             refusals.append(refusal)
 
 
-def _ahead_of_time(spec: OpSpec, device: DeviceType, host: Host) -> tuple[Entry | None, Refusal | None]:
+def _ahead_of_time(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> tuple[Entry | None, Refusal | None]:
     entry, damage = read_entry(layout.aot_root() / f"{spec.name}-{device}")
     if entry is None:
         return None, damage
-    if refusal := judge(entry.manifest, host) or _stale(entry):
+    if refusal := judge(entry.manifest, torch) or stale(entry):
         return None, Refusal(f"ahead-of-time library: {refusal.reason}", refusal.fix)
     return entry, None
 
 
-def _fitting(spec: OpSpec, device: DeviceType, host: Host, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
+def _fitting(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
     """Cache entries made from these very sources that can run here, told by their manifests alone.
 
     This is not a look-up by key: that would need the compilers, which a machine that only runs need not have, and which take longer to find than
-    all the rest. So an entry for more architectures than this GPU's, or from another machine's compiler, serves as well.
+    all the rest. So an entry from another machine's compiler serves as well.
     """
-    judged = [(entry, judge(entry.manifest, host) or _stale(entry)) for entry in cache.candidates(f"{spec.name}-{device}")]
+    judged = [(entry, judge(entry.manifest, torch) or stale(entry)) for entry in cache.candidates(f"{spec.name}-{device}")]
     fitting = [entry for entry, refusal in judged if refusal is None]
     if judged and not fitting and (newest := judged[0][1]):
         refusals.append(Refusal(f"cached library: {newest.reason}", newest.fix))
@@ -200,32 +194,26 @@ def _compiled(
 
 
 def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:
-    """The plan for this machine: its toolchain, its GPUs (or the architectures asked for), its processors and memory.
+    """The plan for this machine: its toolchain, its processors and memory; for AMD GPUs also the architectures.
 
     Raises:
         ToolchainError, ArchitectureError: something that the build needs is missing or does not match.
     """
     from .plan import plan_op
 
-    tools = toolchain.discover(chosen, device=device)
-    resources = toolchain.resources.detect()
-    if device == "cuda" and tools.torch and tools.torch.hip:
+    resources, torch = toolchain.resources.detect(), toolchain.torch_build()
+    if device == "cuda" and torch and torch.hip:
         from .hip import plan_hip_op
 
-        gfx = toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
+        tools, gfx = toolchain.discover(chosen, device="cuda"), toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
         plan = plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
-        return plan._replace(timeout=chosen.compile_timeout)
-    architectures: tuple[Architecture, ...] = ()
-    if device == "cuda" and tools.cuda:
-        architectures = toolchain.resolve_architectures(chosen, tools.cuda, detected=local_capabilities()).architectures
-    plan = plan_op(
-        spec, device, tools, csrc=layout.csrc_root(), architectures=architectures, resources=resources,
-        max_jobs=chosen.max_jobs, nvcc_threads=chosen.nvcc_threads,
-    )  # fmt: skip
+    else:
+        tools = toolchain.discover(chosen, device="cpu")  # no toolkit: a library for CUDA holds host code only
+        plan = plan_op(spec, device, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs)
     return plan._replace(timeout=chosen.compile_timeout)
 
 
-def _stale(entry: Entry) -> Refusal | None:
+def stale(entry: Entry) -> Refusal | None:
     """Whether the sources have changed since the library was made from them (in a checkout that is being worked on)."""
     places = layout.anchors()
     for name, digest in entry.manifest.files.items():
@@ -241,11 +229,14 @@ def _stale(entry: Entry) -> Refusal | None:
     return None
 
 
-def _open(entry: Entry) -> Refusal | None:
-    import torch
-
+def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
+    """Open a library, if its kernels can be had."""
+    torch = toolchain.torch_build()
+    asks = entry.manifest.device == "cuda" and not (torch and torch.hip)  # for AMD GPUs the kernels are in it
+    if asks and (refusal := _no_kernels(entry, spec)):
+        return refusal
     try:
-        torch.ops.load_library(str(entry.library))  # type: ignore[no-untyped-call, unused-ignore]
+        open_library(entry.library, spec if asks else None)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
         from .diagnose import load_trouble, told
 
@@ -253,3 +244,32 @@ def _open(entry: Entry) -> Refusal | None:
         why = f"{trouble.cause}: {trouble.error}" if trouble else told(error)
         return cannot_run(entry.library) or Refusal(f"{entry.library} cannot be opened: {why}", "flexops doctor")
     return None
+
+
+def open_library(library: Path, asks: OpSpec | None) -> None:
+    """Open a library, whose operators torch then knows. ``asks``: of which family it is, if it asks for its kernels when they are launched."""
+    import torch
+
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call, unused-ignore]
+    if asks:
+        from . import provider
+
+        provider.attach(library, asks)
+
+
+def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
+    """Why a library's kernels can be had for the GPUs here neither by compiling them when they are launched nor compiled already."""
+    capabilities = local_capabilities()
+    if not capabilities:  # nobody will call it: a build for another machine, or a look at what was built
+        return None
+    from . import provider
+
+    why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
+    if settings.current().jit:
+        try:
+            provider.compiler_for(settings.current(), capabilities)
+            return None
+        except FlexopsError as error:
+            why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+    refusal = provider.incomplete(entry.library, spec, capabilities)
+    return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix) if refusal else None

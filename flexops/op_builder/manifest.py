@@ -10,13 +10,12 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .. import __version__, _json, trust
-from ..compute_capability import ComputeCapability, parse_arch_list, runs_on
+from ..compute_capability import parse_arch_list
 from ..errors import ArchitectureError
 from ..toolchain.model import TorchBuild, Version
 from .cache_key import SCHEMA, Digests
@@ -34,12 +33,14 @@ class Manifest:
         device: torch's device type.
         library, size, crc32, sha256: the file this manifest speaks of. ``BuildCache.publish`` adds the SHA-256.
         torch_abi: ``TorchBuild.abi_id`` of the torch it was built against.
-        cuda_version: of the toolkit, "" for a CPU library.
-        architectures: what is compiled in, such as ``("9.0", "12.0+PTX")``.
+        cuda_version: of what compiled device code, "" for host code.
+        architectures: of device code: what it is for, such as ``("9.0",)`` or ``("compute_90",)``; of an installed library for CUDA: what its kernels,
+            which lie beside it, were compiled for; for AMD GPUs: what is compiled in.
         isa_levels: the CPU kernels compiled in.
         glibc, glibcxx: the newest symbol versions that the library needs, "" for none.
         files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
         build_seconds: how long the build took.
+        kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does, and what compiled it.
         flexops: the version of flexops that planned the build.
         own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
     """
@@ -59,6 +60,9 @@ class Manifest:
     glibcxx: str = ""
     files: Digests = field(default_factory=dict)
     build_seconds: float = 0.0
+    kernel: str = ""
+    symbol: str = ""
+    compiler: str = ""
     flexops: str = __version__
     schema: str = SCHEMA
     sha256: str = ""
@@ -135,46 +139,11 @@ class Refusal:
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class Host:
-    """The facts about this process's machine that a library is judged against.
-
-    Attributes:
-        torch: the torch that would open the library.
-        capabilities: of the GPUs here; empty means none are known and architectures are not judged.
-    """
-
-    torch: TorchBuild
-    capabilities: tuple[ComputeCapability, ...] = ()
-
-
-def judge(manifest: Manifest, host: Host) -> Refusal | None:
-    """None if the library can be opened and will run here; otherwise why not. Opens nothing."""
-    torch = host.torch
+def judge(manifest: Manifest, torch: TorchBuild) -> Refusal | None:
+    """None if the library can be opened by a process with that torch and will run here; otherwise why not. Opens nothing."""
     if manifest.torch_abi != torch.abi_id:
         return Refusal(f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch {torch.version})", "flexops build")
-    # A torch without CUDA opens such a library too (there is nothing to call it with): building for another machine and checking what was built need it.
-    if manifest.cuda_version and torch.cuda and Version.parse(manifest.cuda_version).major != Version.parse(torch.cuda).major:
-        return Refusal(f"built with CUDA {manifest.cuda_version}, torch is built for CUDA {torch.cuda}", "flexops build")
-    if refusal := _judge_architectures(manifest.architectures, host.capabilities):
-        return refusal
     return _judge_symbols(manifest, torch.cxx11_abi)
-
-
-def _judge_architectures(compiled: Sequence[str], capabilities: Sequence[ComputeCapability]) -> Refusal | None:
-    for capability in capabilities if compiled else ():
-        if not runs_on(compiled, capability):
-            return Refusal(
-                f"compiled for {', '.join(compiled)}, the GPU is {capability}",
-                f'TORCH_CUDA_ARCH_LIST="{capability}" flexops build',
-            )
-    return None
-
-
-def has_machine_code(manifest: Manifest, host: Host) -> bool:
-    """Whether every GPU here runs the library as it is, without its driver compiling PTX first."""
-    compiled = [one._replace(ptx=False) for text in manifest.architectures for one in parse_arch_list(text) if one.sass]
-    return not manifest.architectures or all(runs_on(compiled, capability) for capability in host.capabilities)
 
 
 def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:

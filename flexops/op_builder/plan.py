@@ -132,45 +132,32 @@ def plan_op(
     toolchain: Toolchain,
     *,
     csrc: Path,
-    architectures: tuple[Architecture, ...] = (),
     resources: Resources,
     max_jobs: int | None = None,
-    nvcc_threads: int | None = None,
 ) -> BuildPlan:
-    """The build of one op's library for one device type.
+    """The build of one op's library for one device type: host code, for CUDA too (``device_code`` has the rest).
 
     Raises:
         ToolchainError: a part of the toolchain that this build needs is missing.
     """
-    torch, steps = _require(toolchain, device), _compile_steps(spec, device, toolchain, csrc, architectures)
+    torch, steps = _require(toolchain), _compile_steps(spec, device, toolchain, csrc)
     library, objects = f"flexops_{spec.name}_{device}.so", [step.output for step in steps]
     if torch.stable_abi:
         steps.append(_stub_step(toolchain, csrc))
-    steps.append(_link_step(device, toolchain, objects, library))
-    threads = nvcc_threads or spare_threads(tuple(steps), resources, len(architectures))
-    steps = [step._replace(memory_bytes=step.memory_bytes + (threads - 1) * DEVICE_THREAD_BYTES) if step.kind == "device" else step for step in steps]
-    jobs = choose_jobs(tuple(steps), resources, max_jobs)
-    host, cuda = toolchain.host, toolchain.cuda if device == "cuda" else None
-    places = anchors(toolchain, device, (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>"))
-    identity = [("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)]
-    roots = [str(torch.root), *(compiler_roots(host) if host else ())]
-    if cuda:
-        identity += [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(map(str, architectures)))]
-        roots.append(str(cuda.root))
+    steps.append(_link_step(toolchain, objects, library))
+    host, places = toolchain.host, anchors(toolchain, "cpu", (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>"))
     return BuildPlan(
         name=f"{spec.name}-{device}",
         steps=tuple(steps),
         library=library,
         sources=tuple(csrc / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
         anchors=places,
-        identity=tuple(identity),
-        trusted_roots=tuple(roots),
-        jobs=jobs,
-        nvcc_threads=threads,
+        identity=(("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)),
+        trusted_roots=(str(torch.root), *(compiler_roots(host) if host else ())),
+        jobs=choose_jobs(tuple(steps), resources, max_jobs),
+        nvcc_threads=1,
         device=device,
         torch_abi=torch.abi_id,
-        cuda_version=cuda.version.major_minor if cuda else "",
-        architectures=tuple(map(str, architectures)) if cuda else (),
         isa_levels=spec.isa_levels if device == "cpu" else (),
         launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
         ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
@@ -236,51 +223,35 @@ def binding_flags(torch: TorchBuild) -> tuple[str, ...]:
     return (f"-std=c++{torch.cxx_standard}", *common, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
 
 
-def _require(toolchain: Toolchain, device: DeviceType) -> TorchBuild:
+def _require(toolchain: Toolchain) -> TorchBuild:
     from ..toolchain import missing
 
-    if error := missing(toolchain, device):
+    if error := missing(toolchain, "cpu"):  # host code only
         raise error
     if toolchain.torch is None:  # missing() has just ruled it out; this tells the type checker
         raise ToolchainError("torch was not found")
     return toolchain.torch
 
 
-def _compile_steps(
-    spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc: Path, architectures: tuple[Architecture, ...]
-) -> list[Step]:
-    torch, host, cuda = toolchain.torch, toolchain.host, toolchain.cuda
+def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc: Path) -> list[Step]:
+    torch, host = toolchain.torch, toolchain.host
     assert torch is not None  # _require() was first
     assert host is not None
     # With the map __FILE__ is the same from wherever the sources are compiled, and so is the library.
-    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc")
-    device_flag = f"-DFLEXOPS_DEVICE_{device.upper()}=1"
-    extra = ("-DUSE_CUDA", *(f"-isystem{path}" for path in cuda.include_dirs)) if device == "cuda" and cuda else ()
+    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc", f"-DFLEXOPS_DEVICE_{device.upper()}=1")
     binding = csrc / spec.binding
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
-    flags = (*common, "-O1", device_flag, *extra, *binding_flags(torch))
+    flags = (*common, "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
     header = BINDING_HEADER if host.kind == "gcc" else ""
     steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory, shared_header=header)]
-    if device == "cpu":
-        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"
-        for source in spec.cpu_sources:
-            for isa in spec.isa_levels:
-                output = f"{Path(source).stem}_{isa}.o"
-                command = (*common, "-O3", "-std=c++17", abi, device_flag, f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa], "-c", str(csrc / source), "-o", output)
-                steps.append(Step("host", output, (str(csrc / source),), command))
-        return steps
-    assert cuda is not None
-    from ..compute_capability import gencodes
-
-    for source in spec.cuda_sources:  # -O1 is for the host's part, the launchers: device code is optimized in full without being asked
-        output = f"{Path(source).stem}.cu.o"
-        command = (
-            *(str(cuda.nvcc.path), "-ccbin", str(host.path), "-std=c++17", "-O1", WITHOUT_SPECIAL_FUNCTIONS, "-Xcompiler", "-fPIC,-fvisibility=hidden"),
-            *(for_nvcc(f"-I{csrc}"), device_flag, *gencodes(architectures), "-c", str(csrc / source), "-o", output),
-        )
-        steps.append(Step("device", output, (str(csrc / source),), command, DEVICE_STEP_BYTES))
+    plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+    for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
+        stem = Path(source).stem
+        variants = {f"{stem}_{isa}.o": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in spec.isa_levels} if device == "cpu" else {f"{stem}.o": ("-O1",)}
+        for output, flags in variants.items():
+            steps.append(Step("host", output, (str(csrc / source),), (*plain, *flags, "-c", str(csrc / source), "-o", output)))
     return steps
 
 
@@ -295,19 +266,18 @@ def _stub_step(toolchain: Toolchain, csrc: Path) -> Step:
     return Step("link", TORCH_STUB, (header,), (*command, "-x", "c++", header, "-o", TORCH_STUB))
 
 
-def _link_step(device: DeviceType, toolchain: Toolchain, objects: list[str], library: str) -> Step:
-    torch, host, cuda = toolchain.torch, toolchain.host, toolchain.cuda
+def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
+    torch, host = toolchain.torch, toolchain.host
     assert torch is not None
     assert host is not None
     # Stripped (-s): a third smaller, and the whole file is read and hashed at every start.
     command = [str(host.path), "-shared", "-s", *objects, "-o", library]
-    # Static libraries are hidden, so that two copies in one process never bind to one another's symbols: the CUDA runtime, and libstdc++ where g++ links
-    # it so (with the stable ABI only: through the classic one C++ objects cross). What is not used of them goes: that halves their part.
+    # Static libraries are hidden, so that two copies in one process never bind to one another's symbols: libstdc++, where g++ links it so (with the
+    # stable ABI only: through the classic one C++ objects cross). What is not used of them goes.
     if torch.stable_abi:
         command += [TORCH_STUB, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"]
     else:
-        command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,libcudart_static.a"]
-    if device == "cuda" and cuda:
-        command += [*(f"-L{path}" for path in cuda.library_dirs), "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+        command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
+    command.append("-ldl")  # a library of its own in glibc before 2.34
     return Step("link", library, (*objects, *([TORCH_STUB] if torch.stable_abi else [])), tuple(command))
 

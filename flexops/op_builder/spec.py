@@ -15,15 +15,14 @@ class OpSpec:
 
     The folder ``csrc/<name>/`` holds ``<name>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
     ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``<name>_cpu.cpp`` (compiled once per ISA level with ``FLEXOPS_ISA`` defined to
-    ``baseline``, ``avx2`` or ``avx512``) and ``<name>.cu``.
+    ``baseline``, ``avx2`` or ``avx512``), ``<name>_cuda.cpp`` (the launchers, host code) and ``<name>.cuh`` (the kernels).
 
     Attributes:
         name: folder, library and cache name.
         ops: the torch operators (without the ``flexops::`` namespace) that its libraries implement.
         cpu_sources: relative to ``csrc/``; empty if there is no CPU kernel.
-        cuda_sources: relative to ``csrc/``; each is compiled on its own, in parallel.
+        cuda_sources: the launchers, relative to ``csrc/``. Which kernels there are, the built library says (``device_code``).
         isa_levels: the ISA levels of the CPU sources.
-        min_capability: the least (major, minor) that the CUDA kernels run on.
     """
 
     name: str
@@ -31,7 +30,6 @@ class OpSpec:
     cpu_sources: tuple[str, ...] = ()
     cuda_sources: tuple[str, ...] = ()
     isa_levels: tuple[str, ...] = field(default=("baseline", "avx2", "avx512"))
-    min_capability: tuple[int, int] = (7, 5)
 
     @property
     def binding(self) -> str:

@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..compute_capability import gencodes, runs_on
-    from . import gpus, resources
+    from . import architectures, compat, gpus, resources
     from .architectures import ArchitectureChoice, resolve_architectures
     from .capabilities import local_capabilities
     from .compat import driver_supports, supported_capabilities
-    from .diagnosis import missing, toolkit_fix
-    from .discovery import discover
+    from .diagnosis import missing, no_device_compiler, toolkit_fix
+    from .discovery import device_compiler, discover
     from .installed_torch import torch_build
 
 _HOME = {
     "ArchitectureChoice": ".architectures",
+    "device_compiler": ".discovery",
     "discover": ".discovery",
     "driver_supports": ".compat",
     "gencodes": "..compute_capability",
     "local_capabilities": ".capabilities",
     "missing": ".diagnosis",
+    "no_device_compiler": ".diagnosis",
     "resolve_architectures": ".architectures",
     "runs_on": "..compute_capability",
     "supported_capabilities": ".compat",
@@ -34,12 +36,16 @@ _HOME = {
 
 __all__ = [
     "ArchitectureChoice",
+    "architectures",
+    "compat",
+    "device_compiler",
     "discover",
     "driver_supports",
     "gencodes",
     "gpus",
     "local_capabilities",
     "missing",
+    "no_device_compiler",
     "resolve_architectures",
     "resources",
     "runs_on",
@@ -50,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("gpus", "resources"):
+    if name in ("architectures", "compat", "gpus", "resources"):
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ToolchainError
 from .compat import rules
 from .model import Rejected, Toolchain, TorchBuild, Version
+
+if TYPE_CHECKING:
+    from .nvrtc import DeviceCompiler
+    from .select import Choice
 
 
 def missing(toolchain: Toolchain, device: Literal["cpu", "cuda"] = "cuda") -> ToolchainError | None:
@@ -34,6 +38,25 @@ def _missing(toolchain: Toolchain, device: Literal["cpu", "cuda"]) -> ToolchainE
             "ninja was not found", found=_found(toolchain, "ninja"), required="ninja 1.10 or newer", fix=f"{sys.executable} -m pip install ninja"
         )
     return None
+
+
+def no_device_compiler(choice: Choice[DeviceCompiler], torch: TorchBuild | None) -> ToolchainError:
+    """What to say where nothing compiles device code."""
+    cuda = Version.parse(torch.cuda) if torch and torch.cuda else Version.parse(rules().suggested)
+    matching = f" that matches torch {torch.version}" if torch and torch.cuda else ""
+    looked = ", ".join(choice.tried)
+    return ToolchainError(
+        f"no NVRTC and no nvcc{matching} was found to compile kernels with",
+        found=_refusals(choice.rejected) or f"nothing; looked at: {looked}",
+        required=f"NVRTC of CUDA {cuda.major}.x, best {cuda.major_minor} (every CUDA torch from a package index brings it)",
+        fix=nvrtc_fix(cuda),
+    )
+
+
+def nvrtc_fix(cuda: Version) -> str:
+    """The command that installs NVRTC of that CUDA version."""
+    package = f"nvidia-cuda-nvrtc-cu{cuda.major}" if cuda.major < 13 else "nvidia-cuda-nvrtc"
+    return f'{sys.executable} -m pip install "{package}=={cuda.major_minor}.*"'
 
 
 def toolkit_fix(cuda: str) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..settings import Settings
 from . import host as host_search
@@ -14,8 +14,11 @@ from . import memo, select, tools
 from .compat import Rules, rules
 from .context import Search, SearchContext
 from .installed_torch import imported_torch, package_dirs, torch_build
-from .model import CudaToolkit, RocmToolkit, Toolchain, TorchBuild
+from .model import CudaToolkit, Found, RocmToolkit, Toolchain, TorchBuild
 from .select import Choice
+
+if TYPE_CHECKING:
+    from .nvrtc import DeviceCompiler
 
 T = TypeVar("T")
 Device = Literal["cpu", "cuda"]
@@ -33,6 +36,29 @@ def discover(settings: Settings, *, device: Device = "cuda") -> Toolchain:
     if context.memo:
         context.memo.save()
     return toolchain
+
+
+def device_compiler(settings: Settings) -> Choice[DeviceCompiler]:
+    """What compiles flexops' own kernels here: the NVRTC that matches torch, else a matching nvcc; with what was refused, and why.
+
+    Where neither is there ``taken`` is None. Nothing is run unless it comes to nvcc.
+    """
+    from . import nvrtc
+
+    context = search_context(settings)
+    torch = imported_torch() or torch_build(context.site_dirs, memo=context.memo)
+    libraries, known = nvrtc.find(context), rules(context.memo)
+    choice = _joined(libraries, nvrtc.choose(libraries.usable, torch, known))
+    if choice.taken is None:
+        from . import cuda as cuda_search
+
+        toolkits = cuda_search.find(context)
+        other = _joined(toolkits, select.choose_cuda(toolkits.usable, torch, known))
+        taken = Found(nvrtc.from_nvcc(other.taken.value), other.taken.found_via) if other.taken else None
+        choice = Choice(taken, choice.rejected + other.rejected, other.notes, choice.tried + other.tried)
+    if context.memo:
+        context.memo.save()
+    return choice
 
 
 def search_context(settings: Settings) -> SearchContext:

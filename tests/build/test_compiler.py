@@ -44,21 +44,23 @@ def test_the_file_left_beside_the_library_repeats_the_build(tmp_path: Path) -> N
 
 
 def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
-    plan = paper_plan(SQUARE, "cuda", archs="8.0;9.0", nvcc_threads=2)
+    plan = paper_plan(SQUARE, "cuda")
+    device = Step("device", "own.cu.o", ("/own.cu",), ("nvcc", "-c", "/own.cu"))  # of people's own sources
+    plan = plan._replace(steps=(device, *plan.steps), nvcc_threads=2)
     commands = {step.output: compiler.full_command(plan, step) for step in plan.steps}
-    assert commands["doctor.cu.o"][0] == str(CCACHE.path)
-    assert {"--threads=2", "-MD", "-MF", "doctor.cu.o.d"} <= set(commands["doctor.cu.o"])
+    assert commands["own.cu.o"][0] == str(CCACHE.path)
+    assert {"--threads=2", "-MD", "-MF", "own.cu.o.d"} <= set(commands["own.cu.o"])
     assert "--threads=2" not in commands["binding.o"]
     assert commands[plan.library] == plan.steps[-1].command
-    assert compiler.full_command(paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[0])[0] == "/usr/bin/g++"
+    assert compiler.full_command(paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[1])[0] == "/usr/bin/g++"
 
 
 def test_the_longest_steps_are_first_of_all_plans() -> None:
     cpu, cuda = paper_plan(SQUARE, "cpu"), paper_plan(SQUARE, "cuda")
-    assert cuda.steps[0].kind != "device"
+    cuda = cuda._replace(steps=(*cuda.steps[:1], Step("device", "own.cu.o", ("/own.cu",), ("nvcc",)), *cuda.steps[1:]))
     text = compiler.render_ninja([cpu, cuda], subdirectories=True)
     made = [line.split(":")[0].removeprefix("build ") for line in text.splitlines() if line.startswith("build ")]
-    assert made[0] == f"{cuda.name}/doctor.cu.o"
+    assert made[0] == f"{cuda.name}/own.cu.o"
     assert sorted(made) == sorted(f"{plan.name}/{step.output}" for plan in (cpu, cuda) for step in plan.steps)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from builds import REPOSITORY, child_environment
 
-from flexops.compute_capability import ComputeCapability
 from flexops.errors import CompileError
+from flexops.op_builder import device_code
 from flexops.op_builder import manifest as manifests
 from flexops.op_builder.cache import read_entry
-from flexops.op_builder.manifest import Host, judge
+from flexops.op_builder.manifest import judge
 from flexops.toolchain.model import CudaToolkit, HostCompiler
 
 Done = subprocess.CompletedProcess
@@ -192,10 +192,13 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     entry, refusal = read_entry(tmp_path / "out" / "quant-cuda")
     assert refusal is None
     assert entry is not None
-    here = torch._replace(cuda=nvcc_toolkit.version.major_minor)
-    for capability, runs in (("8.0", True), ("8.9", True), ("9.0", True), ("7.5", False), ("10.0", False)):
-        assert (judge(entry.manifest, Host(here, (ComputeCapability.parse(capability),))) is None) == runs, capability
-    assert judge(entry.manifest, Host(here._replace(cuda="11.8"), ())) is not None
+    assert judge(entry.manifest, torch) is None
+    assert entry.manifest.architectures == ("8.0", "9.0")
+    names = device_code.names_in(entry.library)
+    code = [read_entry(tmp_path / "out" / device_code.artifact_name("quant", architecture, name))[0] for architecture in ("sm_80", "sm_90") for name in names]
+    assert len(names) > 10
+    assert [one.manifest.kernel if one else None for one in code] == 2 * names
+    assert all(one and one.library.read_bytes()[:4] == b"\x7fELF" and one.manifest.symbol.encode() in one.library.read_bytes() for one in code)
     assert manifests.needed_versions(entry.library)[0] == entry.manifest.glibc
     assert sorted(path.name for path in (tmp_path / "out" / "quant-cuda").iterdir()) == sorted(["manifest.json", entry.manifest.library])
 

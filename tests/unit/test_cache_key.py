@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builds import CUDA, HOST, OLD_TORCH, SQUARE, TOOLS, TORCH, copy_csrc, paper_plan, tiny_plan
+from builds import HOST, OLD_TORCH, SQUARE, TOOLS, TORCH, copy_csrc, paper_plan, tiny_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexops.op_builder import cache_key
 from flexops.op_builder.plan import BuildPlan
-from flexops.toolchain.model import Toolchain, Version
+from flexops.toolchain.model import Toolchain
 from flexops.toolchain.resources import Resources
 
 fields = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=4)
@@ -31,24 +31,15 @@ def test_the_key_does_not_depend_on_places(tmp_path: Path) -> None:
     moved = TOOLS._replace(
         torch=TORCH._replace(root=Path("/elsewhere/torch")),
         host=HOST._replace(path=Path("/opt/bin/c++")),
-        cuda=CUDA._replace(
-            root=Path("/wheels/cu13"),
-            nvcc=CUDA.nvcc._replace(path=Path("/wheels/cu13/bin/nvcc")),
-            include_dirs=(Path("/wheels/cu13/include"),),
-            library_dirs=(Path("/wheels/cu13/lib64"),),
-        ),
     )
     assert key(paper_plan(SQUARE, "cuda", csrc=here)) == key(paper_plan(SQUARE, "cuda", moved, csrc=there))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_key_does_not_depend_on_how_fast_it_is_built(device: str) -> None:
-    slow = paper_plan(SQUARE, device, TOOLS._replace(launcher=None), archs="8.0;9.0", resources=Resources(1, 2**30), max_jobs=1, nvcc_threads=1)
-    fast = paper_plan(SQUARE, device, archs="8.0;9.0", resources=Resources(64, 2**40), nvcc_threads=8)
+    slow = paper_plan(SQUARE, device, TOOLS._replace(launcher=None), resources=Resources(1, 2**30), max_jobs=1)
+    fast = paper_plan(SQUARE, device, resources=Resources(64, 2**40))
     assert key(slow) == key(fast)
-
-
-OTHER_NVCC = CUDA._replace(nvcc=CUDA.nvcc._replace(identity="nvcc 13.0.99", version=Version((13, 0, 99))))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +49,8 @@ OTHER_NVCC = CUDA._replace(nvcc=CUDA.nvcc._replace(identity="nvcc 13.0.99", vers
         TOOLS._replace(torch=OLD_TORCH._replace(cxx11_abi=True)),
         TOOLS._replace(torch=OLD_TORCH._replace(version="2.5.1+cu121")),
         TOOLS._replace(host=HOST._replace(identity="gcc 13.1.0 x86_64-linux-gnu")),
-        TOOLS._replace(cuda=OTHER_NVCC),
     ],
-    ids=["older torch", "its other C++ ABI", "its other minor", "host compiler", "nvcc"],
+    ids=["older torch", "its other C++ ABI", "its other minor", "host compiler"],
 )
 def test_every_tool_enters_the_key(tools: Toolchain) -> None:
     others = [TOOLS, TOOLS._replace(torch=OLD_TORCH)]
@@ -73,10 +63,9 @@ def test_torches_with_the_stable_abi_share_a_key() -> None:
     assert len(keys) == 1
 
 
-def test_architectures_and_names_enter_the_key() -> None:
-    plans = [paper_plan(SQUARE, "cuda", archs=archs) for archs in ("8.0", "9.0", "9.0a", "9.0+PTX", "8.0;9.0")]
-    assert len({key(plan) for plan in plans}) == len(plans)
-    assert key(plans[0]) != key(plans[0]._replace(name="other-cuda"))
+def test_names_enter_the_key() -> None:
+    plan = paper_plan(SQUARE, "cuda")
+    assert key(plan) != key(plan._replace(name="other-cuda"))
 
 
 def test_sources_and_headers_enter_the_key(tmp_path: Path) -> None:

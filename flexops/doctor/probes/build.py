@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -147,28 +148,29 @@ def _open_files() -> frozenset[str] | None:
 
 def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
     """The libraries there are for each op and device type: compiled at install, and in the cache; each judged as the loader would."""
-    from ...op_builder import catalog, layout, loader
+    from ...op_builder import catalog, device_code, layout, loader
     from ...op_builder.cache import read_entry
-    from ...op_builder.manifest import Host, judge
-    from ...toolchain import gpus
+    from ...op_builder.manifest import judge
 
     if found.torch is None:
         return ()
-    seen = gpus.visible(gpus.machine().gpus, chosen.cuda_visible_devices, chosen.cuda_device_order)
-    capabilities = tuple(sorted({one.capability for one in seen}))
     cached_ones = loader.open_cache(chosen)
     facts: list[LibraryFact] = []
     for spec in catalog.CATALOG:
         for device in spec.devices:
-            host = Host(found.torch, capabilities if device == "cuda" else ())
             entry, damage = read_entry(layout.aot_root() / f"{spec.name}-{device}")
             if damage:
                 facts.append(LibraryFact(spec.name, device, "aot", (), damage.reason, damage.fix))
             if entry:
-                refusal = judge(entry.manifest, host)
+                refusal = judge(entry.manifest, found.torch)
                 facts.append(_library(spec.name, device, "aot", entry.manifest, refusal))
             for cached in cached_ones.candidates(f"{spec.name}-{device}"):
-                facts.append(_library(spec.name, device, "cache", cached.manifest, judge(cached.manifest, host)))
+                refusal = judge(cached.manifest, found.torch)
+                own = [cached.manifest]
+                if device == "cuda" and not found.torch.hip:  # its kernels are entries of their own
+                    kept = device_code.kept_for(cached_ones, spec.name, device_code.names_in(cached.library))
+                    own = [replace(cached.manifest, cuda_version=version, architectures=tuple(names)) for version, names in kept.items()] or own
+                facts += [_library(spec.name, device, "cache", manifest, refusal) for manifest in own]
     return tuple(facts)
 
 

@@ -11,20 +11,16 @@ using namespace activation;
 constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column alone
 
 // [erf]
-const Kernels kBiased[2] = {FLEXOPS_KERNELS(biased, false), FLEXOPS_KERNELS(biased, true)};
-#define FLEXOPS_SUMS(erf)                                                                                                  \
-  {FLEXOPS_KERNEL(biased_sums<float, erf>), FLEXOPS_KERNEL(biased_sums<f16, erf>), FLEXOPS_KERNEL(biased_sums<bf16, erf>), \
-   FLEXOPS_KERNEL(biased_sums<AnyElement, erf>)}
-const Kernels kBiasedSums[2] = {FLEXOPS_SUMS(false), FLEXOPS_SUMS(true)};
-const Kernels kBiasedBackward = {FLEXOPS_KERNEL(biased_backward<float>), FLEXOPS_KERNEL(biased_backward<AnyHalf>),
-                                 FLEXOPS_KERNEL(biased_backward<AnyHalf>), FLEXOPS_KERNEL(biased_backward<AnyElement>)};
-
-int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count > 0 ? count : 1;
-}
+const Kernels<Biased> kBiased[2] = {
+    {kernel<biased<float, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyElement, false>>},
+    {kernel<biased<float, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyElement, true>>}};
+const Kernels<Summed> kBiasedSums[2] = {
+    {kernel<biased_sums<float, false>>, kernel<biased_sums<f16, false>>, kernel<biased_sums<bf16, false>>,
+     kernel<biased_sums<AnyElement, false>>},
+    {kernel<biased_sums<float, true>>, kernel<biased_sums<f16, true>>, kernel<biased_sums<bf16, true>>,
+     kernel<biased_sums<AnyElement, true>>}};
+const Kernels<Biased> kBiasedBackward = {kernel<biased_backward<float>>, kernel<biased_backward<AnyHalf>>, kernel<biased_backward<AnyHalf>>,
+                                         kernel<biased_backward<AnyElement>>};
 
 bool takes_vectors(const BiasedActivation& c) {
   const int64_t n = 16 / element_size(c.type);
@@ -45,7 +41,7 @@ void launch_biased(const BiasedActivation& c, bool vectors, bool flat, void* str
   p.flat = flat;
   p.function = function_of(c.activation);
   p.type = static_cast<ElementType>(c.type), p.bias_type = static_cast<ElementType>(c.bias_type);
-  const void* kernel = (c.grad ? kBiasedBackward : kBiased[p.function.erf])[vectors ? static_cast<int>(c.type) : kAny];
+  const auto& kernel = (c.grad ? kBiasedBackward : kBiased[p.function.erf])[vectors ? static_cast<int>(c.type) : kAny];
   const auto move = [size](Biased& part, int64_t by) {
     advance(part.x, by * part.x_stride * size), advance(part.grad, by * part.grad_stride * size),
         advance(part.out, by * part.columns * size);
@@ -79,12 +75,12 @@ Summed plan_sums(const BiasedActivation& c) {
   p.type = static_cast<ElementType>(c.type), p.bias_type = static_cast<ElementType>(c.bias_type);
   p.vectors = takes_vectors(c) ? c.columns * element_size(c.type) / 16 : c.columns;
   constexpr int64_t kMost = kSumThreads / 2;
-  const int64_t chunks = divide_up(p.vectors, kMost), chunk = divide_up(p.vectors, chunks);
+  const int64_t chunks = ceil_div(p.vectors, kMost), chunk = ceil_div(p.vectors, chunks);
   p.chunks = static_cast<int>(chunks), p.chunk = static_cast<int>(chunk);
   const int64_t lanes = kSumThreads / chunk;
   p.lanes = static_cast<int>(lanes < p.rows ? lanes : p.rows);
-  const int64_t blocks = static_cast<int64_t>(multiprocessors()) * kSumBlocks, room = blocks / chunks;
-  const int64_t wanted = p.rows <= kDirectRows ? 1 : divide_up(p.rows, p.lanes * kSumRows);
+  const int64_t room = int64_t{gpu_facts().processors} * kSumBlocks / chunks;
+  const int64_t wanted = p.rows <= kDirectRows ? 1 : ceil_div(p.rows, p.lanes * kSumRows);
   p.slices = wanted < room ? wanted : room > 0 ? room : 1;
   p.bias_grad = p.slices > 1 ? nullptr : c.bias_grad;
   p.sums = p.slices > 1 ? c.sums : nullptr;
@@ -94,13 +90,13 @@ Summed plan_sums(const BiasedActivation& c) {
 /// The bias's gradient of the rows of sums; none gives zeros.
 void add_sums(Summed p, const BiasedActivation& c, void* stream) {
   p.bias_grad = c.bias_grad;
-  launch(reinterpret_cast<const void*>(&activation::bias_gradient), p, divide_up(p.columns, kTotalColumns), kTotalThreads, stream);
+  launch(kernel<bias_gradient>, {blocks(ceil_div(p.columns, kTotalColumns)), {kTotalThreads}, stream}, p);
 }
 
 void launch_sums(const BiasedActivation& c, void* stream) {
   Summed p = plan_sums(c);
-  const void* kernel = kBiasedSums[p.function.erf][takes_vectors(c) ? static_cast<int>(c.type) : kAny];
-  launch(kernel, p, p.slices * p.chunks, static_cast<int>(divide_up(static_cast<int64_t>(p.chunk) * p.lanes, 64) * 64), stream);
+  const auto& kernel = kBiasedSums[p.function.erf][takes_vectors(c) ? static_cast<int>(c.type) : kAny];
+  launch(kernel, {blocks(p.slices * p.chunks), blocks(ceil_div(int64_t{p.chunk} * p.lanes, 64) * 64), stream}, p);
   if (p.sums) add_sums(p, c, stream);
 }
 

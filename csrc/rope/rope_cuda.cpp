@@ -2,18 +2,13 @@
 
 #include "rope/rope.h"
 
+#include "common/launch.h"
 #include "rope/rope.cuh"
 
 namespace flexops {
 namespace {
 
 constexpr int64_t kMostInY = 65535;  // blocks of a grid
-
-bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 /// Whether all of these, of dimensions that have more than one entry, are multiples of n, and 32 bits can count the vectors up to the last.
 bool in_vectors(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t n) {
@@ -45,13 +40,6 @@ rope::Side side_of(const RopeTensor& t, int64_t n) {
   return {t.in, t.out, in[0] / n, in[1] / n, in[2] / n, in[3], out[0] / n, out[1] / n, out[2] / n, out[3], static_cast<u32>(t.heads)};
 }
 
-int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count > 0 ? count : 1;
-}
-
 /// Moves everything on by so many batches and positions, of strides in units of `size` bytes.
 void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
   for (rope::Side& s : p.side) {
@@ -68,24 +56,22 @@ void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
 
 /// How many groups of heads. Fewer heads a group make more threads; more share the wait for a position that has to be fetched.
 int64_t plan_groups(rope::Params& p, int64_t lines) {
-  const int64_t blocks = divide_up(lines * p.items.by, rope::kThreads), enough = 4 * static_cast<int64_t>(multiprocessors());
+  const int64_t blocks = ceil_div(lines * p.items.by, rope::kThreads), enough = 4 * int64_t{gpu_facts().processors};
   const int64_t query = p.side[0].heads, key = p.side[1].heads, most = query > key ? query : key;
   int64_t each = least(p.positions ? rope::kHeads : 1, most);
-  while (each > 1 && blocks * divide_up(query + key, each) < enough) each = divide_up(each, 2);
-  p.per_group = static_cast<u32>(each), p.query_groups = static_cast<u32>(divide_up(query, each));
-  return p.query_groups + divide_up(key, each);
+  while (each > 1 && blocks * ceil_div(query + key, each) < enough) each = ceil_div(each, 2);
+  p.per_group = static_cast<u32>(each), p.query_groups = static_cast<u32>(ceil_div(query, each));
+  return p.query_groups + ceil_div(key, each);
 }
 
-void launch(const void* kernel, rope::Params p, int64_t batches, int64_t length, int64_t groups, void* stream) {
+void launch_part(const KernelOf<rope::Params>& kernel, rope::Params p, int64_t batches, int64_t length, int64_t groups, void* stream) {
   const int64_t items = length * p.items.by;
   // Batches by themselves unless they would leave threads idle: what runs at the same time then lies together in memory.
   const bool apart = !p.heads_first && items >= 8 * rope::kThreads && batches <= kMostInY;
   p.length = make_divisor(length);
   p.total = static_cast<u32>(apart ? items : batches * items);
-  const auto blocks = static_cast<unsigned>(divide_up(p.total, rope::kThreads)), rows = static_cast<unsigned>(groups);
-  void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, p.heads_first ? dim3(rows, blocks) : dim3(blocks, rows, apart ? static_cast<unsigned>(batches) : 1u),
-                   dim3(rope::kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+  const int64_t count = ceil_div(p.total, rope::kThreads);
+  launch(kernel, {p.heads_first ? blocks(groups, count) : blocks(count, groups, apart ? batches : 1), {rope::kThreads}, stream}, p);
 }
 
 }  // namespace
@@ -100,7 +86,7 @@ const char* rope_cuda(const Rope& c, void* stream) {
   p.cos_stride = c.cos_stride, p.sin_stride = c.sin_stride, p.max_positions = c.max_positions;
   p.position_batch = c.position_strides[0], p.position_length = c.position_strides[1], p.first_position = 0;
   p.rotated = static_cast<u32>(c.half / n), p.vectors = static_cast<u32>(c.head_dim / n);
-  p.copied = static_cast<u32>(divide_up(p.vectors - 2 * p.rotated, 2));
+  p.copied = static_cast<u32>(ceil_div(p.vectors - 2 * p.rotated, 2));
   p.type = static_cast<ElementType>(c.type), p.table_type = static_cast<ElementType>(c.table_type);
   p.interleaved = c.interleaved, p.inverse = c.inverse, p.wide_positions = c.wide_positions;
   const int64_t items = p.rotated + (c.in_place ? 0 : p.copied);
@@ -108,10 +94,8 @@ const char* rope_cuda(const Rope& c, void* stream) {
   p.items = make_divisor(items);
   const int64_t groups = plan_groups(p, c.batch * c.length);
   p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2] || groups > kMostInY;
-  const void* kernel = reinterpret_cast<const void*>(&rope::rotate<AnyElement>);
-  if (vectors && c.type == RopeType::f32) kernel = reinterpret_cast<const void*>(&rope::rotate<float>);
-  if (vectors && c.type == RopeType::f16) kernel = reinterpret_cast<const void*>(&rope::rotate<f16>);
-  if (vectors && c.type == RopeType::bf16) kernel = reinterpret_cast<const void*>(&rope::rotate<bf16>);
+  const KernelOf<rope::Params> kernels[] = {kernel<rope::rotate<float>>, kernel<rope::rotate<f16>>, kernel<rope::rotate<bf16>>};
+  const KernelOf<rope::Params>& chosen = vectors ? kernels[static_cast<int>(c.type)] : kernel<rope::rotate<AnyElement>>;
   // In pieces whose items 31 bits can count, and whose blocks the grid can.
   const int64_t most = (p.heads_first ? kMostInY * rope::kThreads : int64_t{1} << 30) / items;
   const int64_t positions = most < 1 ? 1 : least(c.length, most), batches = most < positions ? 1 : least(c.batch, most / positions);
@@ -119,11 +103,10 @@ const char* rope_cuda(const Rope& c, void* stream) {
     for (int64_t position = 0; position < c.length; position += positions) {
       rope::Params part = p;
       move(part, batch, position, size);
-      launch(kernel, part, least(batches, c.batch - batch), least(positions, c.length - position), groups, stream);
+      launch_part(chosen, part, least(batches, c.batch - batch), least(positions, c.length - position), groups, stream);
     }
   }
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return last_error();
 }
 
 }  // namespace flexops

@@ -1,9 +1,9 @@
 // The launchers of quantization to scaled bytes: which way, and the grid.
 
+#include "common/launch.h"
+#include "fp8/fp8.h"
 #include "fp8/fp8_dequantize.cuh"
 #include "fp8/fp8_quantize.cuh"
-
-#include "fp8/fp8.h"
 
 namespace flexops {
 namespace {
@@ -12,21 +12,19 @@ using scaled::Params;
 
 constexpr int64_t kManyElements = 65536;  // of a single segment that many blocks share
 
-/// A kernel for each type. As pointers, because each <<<>>> costs build time.
-using Kernels = const void* [3];
-#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&scaled::__VA_ARGS__)
-#define FLEXOPS_KERNELS(name) {FLEXOPS_KERNEL(name<rows::kF32>), FLEXOPS_KERNEL(name<rows::kHalf>), FLEXOPS_KERNEL(name<rows::kHalf>)}
-#define FLEXOPS_LONG_KERNELS(wide)                                                                    \
-  {FLEXOPS_KERNEL(quantize_long<rows::kF32, true>), FLEXOPS_KERNEL(quantize_long<rows::kHalf, wide>), \
-   FLEXOPS_KERNEL(quantize_long<rows::kHalf, wide>)}
-const Kernels kQuantizeGroups = FLEXOPS_KERNELS(quantize_groups), kQuantizeShort = FLEXOPS_KERNELS(quantize_short);
-const Kernels kQuantizeLong = FLEXOPS_LONG_KERNELS(false), kQuantizeWide = FLEXOPS_LONG_KERNELS(true);
-const Kernels kFindLargest = FLEXOPS_KERNELS(find_largest), kCastChunk = FLEXOPS_KERNELS(cast_chunk);
-const Kernels kDequantizeShort = FLEXOPS_KERNELS(dequantize_short), kDequantizeChunk = FLEXOPS_KERNELS(dequantize_chunk);
+/// A kernel for each type.
+using Kernels = KernelOf<Params>[3];
+#define FLEXOPS_BY_TYPE(name) {kernel<scaled::name<rows::kF32>>, kernel<scaled::name<rows::kHalf>>, kernel<scaled::name<rows::kHalf>>}
+const Kernels kQuantizeGroups = FLEXOPS_BY_TYPE(quantize_groups), kQuantizeShort = FLEXOPS_BY_TYPE(quantize_short);
+const Kernels kFindLargest = FLEXOPS_BY_TYPE(find_largest), kCastChunk = FLEXOPS_BY_TYPE(cast_chunk);
+const Kernels kDequantizeShort = FLEXOPS_BY_TYPE(dequantize_short), kDequantizeChunk = FLEXOPS_BY_TYPE(dequantize_chunk);
+#undef FLEXOPS_BY_TYPE
+const Kernels kQuantizeLong = {kernel<scaled::quantize_long<rows::kF32, true>>, kernel<scaled::quantize_long<rows::kHalf, false>>,
+                               kernel<scaled::quantize_long<rows::kHalf, false>>};
+const Kernels kQuantizeWide = {kernel<scaled::quantize_long<rows::kF32, true>>, kernel<scaled::quantize_long<rows::kHalf, true>>,
+                               kernel<scaled::quantize_long<rows::kHalf, true>>};
 
 int64_t elements_of(ScaledType type) { return type == ScaledType::f32 ? 4 : 8; }
-
-int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Params make_params(const void* in, void* out, const float* scales, const ScaledLayout& l) {
   Params p;
@@ -56,15 +54,12 @@ int64_t vectors_of(const Params& p, const void* elements, int64_t stride, const 
   const int64_t N = elements_of(l.type);
   const bool aligned = (reinterpret_cast<uintptr_t>(elements) & 15) == 0 && stride % N == 0 && (p.segments == 1 || p.segment % N == 0);
   const int64_t length = p.length < p.segment ? p.length : p.segment;
-  return ceil_divide(length + (aligned ? 0 : N - 1), N);
+  return ceil_div(length + (aligned ? 0 : N - 1), N);
 }
 
-const char* launch(const Kernels& kernels, Params& p, ScaledType type, int64_t blocks, int64_t threads, void* stream) {
-  void* arguments[] = {&p};
-  cudaLaunchKernel(kernels[static_cast<int>(type)], dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), arguments, 0,
-                   static_cast<cudaStream_t>(stream));
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+const char* launch(const Kernels& kernels, Params& p, ScaledType type, int64_t count, int64_t threads, void* stream) {
+  flexops::launch(kernels[static_cast<int>(type)], {blocks(count), blocks(threads), stream}, p);
+  return last_error();
 }
 
 /// Lanes for a segment of up to 32 vectors.
@@ -75,7 +70,7 @@ void share(Params& p, int64_t vectors) {
 const char* launch_short(const Kernels& kernels, Params& p, int64_t vectors, ScaledType type, void* stream) {
   share(p, vectors);
   const int64_t per_block = scaled::kThreads / p.lanes * scaled::kShortVectors;
-  return launch(kernels, p, type, ceil_divide(p.total, per_block), scaled::kThreads, stream);
+  return launch(kernels, p, type, ceil_div(p.total, per_block), scaled::kThreads, stream);
 }
 
 /// Whether all segments are whole and lie one behind the other.
@@ -86,18 +81,18 @@ bool are_groups(const Params& p, int64_t vectors, const ScaledLayout& l) {
 
 const char* launch_groups(Params& p, int64_t vectors, ScaledType type, void* stream) {
   share(p, vectors);
-  return launch(kQuantizeGroups, p, type, ceil_divide(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads,
+  return launch(kQuantizeGroups, p, type, ceil_div(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads,
                 stream);
 }
 
 const char* launch_long(Params& p, int64_t vectors, ScaledType type, void* stream) {
-  const int64_t threads = ceil_divide(vectors, int64_t{scaled::kLongVectors} * scaled::kNarrowWarp) * scaled::kNarrowWarp;
+  const int64_t threads = ceil_div(vectors, int64_t{scaled::kLongVectors} * scaled::kNarrowWarp) * scaled::kNarrowWarp;
   if (threads <= scaled::kThreads) return launch(kQuantizeLong, p, type, p.total, threads, stream);
   return launch(kQuantizeWide, p, type, p.total, threads < scaled::kWideThreads ? threads : scaled::kWideThreads, stream);
 }
 
 const char* launch_cast(Params& p, int64_t vectors, ScaledType type, void* stream) {
-  return launch(kCastChunk, p, type, vectors ? ceil_divide(vectors, scaled::kChunk) : 1, scaled::kThreads, stream);
+  return launch(kCastChunk, p, type, vectors ? ceil_div(vectors, scaled::kChunk) : 1, scaled::kThreads, stream);
 }
 
 }  // namespace
@@ -110,8 +105,8 @@ const char* quantize_scaled_cuda(const void* x, uint8_t* codes, float* scales, u
   const int64_t vectors = vectors_of(p, x, p.row_stride, layout);
   if (p.total == 1 && p.length > kManyElements) {
     p.largest = workspace;
-    cudaMemsetAsync(workspace, 0, sizeof(uint32_t), static_cast<cudaStream_t>(stream));
-    const char* error = launch(kFindLargest, p, layout.type, ceil_divide(vectors, scaled::kChunk), scaled::kThreads, stream);
+    set_zero(workspace, 1, stream);
+    const char* error = launch(kFindLargest, p, layout.type, ceil_div(vectors, scaled::kChunk), scaled::kThreads, stream);
     return error ? error : launch_cast(p, vectors, layout.type, stream);
   }
   if (vectors > scaled::kNarrowWarp) return launch_long(p, vectors, layout.type, stream);
@@ -132,7 +127,7 @@ const char* dequantize_scaled_cuda(const uint8_t* codes, const float* scales, vo
   p.aligned = in_step(out, layout.length, codes, layout);
   const int64_t vectors = vectors_of(p, out, p.length, layout);
   if (vectors <= scaled::kNarrowWarp) return launch_short(kDequantizeShort, p, vectors, layout.type, stream);
-  const int64_t chunks = ceil_divide(vectors, scaled::kChunk);
+  const int64_t chunks = ceil_div(vectors, scaled::kChunk);
   p.chunks = make_divisor(chunks);
   return launch(kDequantizeChunk, p, layout.type, p.total * chunks, scaled::kThreads, stream);
 }

@@ -1,21 +1,9 @@
-// Softmax's backward launcher, and the forward kernels for long rows.
+// Softmax's backward launcher.
 
 #include "softmax/softmax_backward.cuh"
-#include "softmax/softmax_general.cuh"
 #include "softmax/softmax_launch.h"
-#include "softmax/softmax_long.cuh"
 
 namespace flexops {
-
-const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
-  const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
-  return launch(FLEXOPS_SOFTMAX_OF(type, softmax_long), p, grid, stream);
-}
-
-const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
-  const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
-  return launch(FLEXOPS_SOFTMAX_OF(type, softmax_long_masked), p, grid, stream);
-}
 
 namespace {
 
@@ -30,7 +18,7 @@ bool launch_whole(Params p, SoftmaxType type, void* stream, const char*& error) 
   int64_t together = softmax::kWholeThreads / p.lanes;
   while (p.rows % together != 0) --together;
   grid.blocks[0] = p.rows / together, grid.threads[1] = together;
-  error = launch(FLEXOPS_SOFTMAX(softmax_backward_whole, softmax::kHalf), p, grid, stream);
+  error = launch(kernel<softmax::softmax_backward_whole<softmax::kHalf>>, p, grid, stream);
   return true;
 }
 
@@ -43,10 +31,10 @@ const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const v
   const char* error = nullptr;
   if (launch_whole(p, rows.type, stream, error)) return error;
   const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
-  const void* kernel = rows.type == SoftmaxType::f32   ? FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kF32)
-                       : rows.type == SoftmaxType::f16 ? FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kF16)
-                                                       : FLEXOPS_SOFTMAX(softmax_backward_rows, softmax::kBf16);
-  return launch(kernel, p, grid, stream);
+  const KernelOf<Params> kernels[] = {kernel<softmax::softmax_backward_rows<softmax::kF32>>,
+                                      kernel<softmax::softmax_backward_rows<softmax::kF16>>,
+                                      kernel<softmax::softmax_backward_rows<softmax::kBf16>>};
+  return launch(kernels[static_cast<int>(rows.type)], p, grid, stream);
 }
 
 }  // namespace flexops

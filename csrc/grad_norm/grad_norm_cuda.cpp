@@ -9,32 +9,28 @@ namespace flexops {
 namespace {
 
 template <bool two>
-void reduce_rows(const TensorRow* rows, int64_t count, double norm_type, float* partials, cudaStream_t stream) {
+void reduce_rows(const TensorRow* rows, int64_t count, double norm_type, float* partials, void* stream) {
   using Rule = grad_norm::NormRule<two>;
   typename Rule::Shared shared = {};
   shared.power = static_cast<float>(norm_type);
   shared.infinite = norm_kind(norm_type) == NormKind::infinity;
   int64_t chunks = 0;
-  multi::for_each_launch<Rule>(
-      rows, count, shared, [](int64_t) { return true; },
+  multi::launch_rows<Rule>(kernel<grad_norm::norm_kernel<two>>, rows, count, shared, [](int64_t) { return true; },
       [&](int64_t i, int) {
         const float* mine = partials + chunks;
         chunks += multi::chunks_of<Rule>(rows[i].numel);
         return mine;
-      },
-      [&](const auto& launch, uint32_t blocks) { grad_norm::norm_kernel<two><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+      }, stream);
 }
 
 template <bool general>
-void clip_rows(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, cudaStream_t stream) {
+void clip_rows(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream) {
   using Rule = grad_norm::ClipRule<general>;
   typename Rule::Shared shared = {};
   shared.total_norm = total_norm;
   shared.max_norm = static_cast<float>(max_norm);
-  multi::for_each_launch<Rule>(
-      rows, count, shared, [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [](int64_t, int) -> const float* { return nullptr; },
-      [&](const auto& launch, uint32_t blocks) { grad_norm::clip_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+  multi::launch_rows<Rule>(kernel<grad_norm::clip_kernel<general>>, rows, count, shared, [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [](int64_t, int) -> const float* { return nullptr; }, stream);
 }
 
 int64_t count_chunks(const TensorRow* rows, int64_t count) {
@@ -48,12 +44,11 @@ int64_t count_chunks(const TensorRow* rows, int64_t count) {
 int64_t grad_norm_partials(const TensorRow* rows, int64_t count) { return count_chunks(rows, count) + 1; }
 
 const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_type, float* partials, float* norm, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
   const NormKind kind = norm_kind(norm_type);
   if (kind == NormKind::two) {
-    reduce_rows<true>(rows, count, norm_type, partials, on);
+    reduce_rows<true>(rows, count, norm_type, partials, stream);
   } else {
-    reduce_rows<false>(rows, count, norm_type, partials, on);
+    reduce_rows<false>(rows, count, norm_type, partials, stream);
   }
   grad_norm::Final final;
   final.partials = partials;
@@ -61,14 +56,14 @@ const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_typ
   final.norm = norm;
   final.power = static_cast<float>(norm_type);
   final.kind = static_cast<int>(kind);
-  grad_norm::final_kernel<<<1, grad_norm::Final::kThreads, 0, on>>>(final);
-  return multi::last_error();
+  launch(kernel<grad_norm::final_kernel>, {{1}, {grad_norm::Final::kThreads}, stream}, final);
+  return last_error();
 }
 
 const char* clip_grads_cuda(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream) {
-  clip_rows<true>(rows, count, total_norm, max_norm, static_cast<cudaStream_t>(stream));
-  clip_rows<false>(rows, count, total_norm, max_norm, static_cast<cudaStream_t>(stream));
-  return multi::last_error();
+  clip_rows<true>(rows, count, total_norm, max_norm, stream);
+  clip_rows<false>(rows, count, total_norm, max_norm, stream);
+  return last_error();
 }
 
 }  // namespace flexops

@@ -12,8 +12,8 @@ using norm::Backward;
 
 bool has_vectors(const NormBackward& a, int64_t vector) {
   return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 && a.grad_residual_stride % vector == 0 &&
-         norm::is_aligned(a.x, 16) && norm::is_aligned(a.grad, 16) && norm::is_aligned(a.grad_residual, 16) &&
-         norm::is_aligned(a.grad_x, 16) && norm::is_aligned(a.weight, 16);
+         aligned(a.x, 16) && aligned(a.grad, 16) && aligned(a.grad_residual, 16) &&
+         aligned(a.grad_x, 16) && aligned(a.weight, 16);
 }
 
 /// How a gradient is found. Both ways leave `blocks` sums of each column.
@@ -35,7 +35,7 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
   const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / norm::size_of(a.type) : word;
   const int64_t tuned = a.type == NormType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
-  const norm::Gpu& gpu = norm::current_gpu();
+  const Gpu& gpu = gpu_facts();
   const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
   // Few rows are spread over all multiprocessors, in blocks of at least a warp.
@@ -65,41 +65,38 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   plan.walks = plan.vectors && plan_walk(plan, p, a);
   if (plan.walks) return plan;
   const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
-  const int64_t wanted = (int64_t{norm::current_gpu().processors} * 16 + across - 1) / across, most = (a.rows + 15) / 16;
+  const int64_t wanted = (int64_t{gpu_facts().processors} * 16 + across - 1) / across, most = (a.rows + 15) / 16;
   plan.blocks = wanted < most ? wanted : most;
   p.lanes = norm::lanes_for((p.vectors + 1) / 2, norm::kMostThreads);
   return plan;
 }
 
 /// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
-const void* find_walk(const NormBackward& a) {
-  if (a.type == NormType::f32) return FLEXOPS_NORM_KERNEL(backward_walk<float, true>);
-  if (a.type == NormType::f16) return FLEXOPS_NORM_KERNEL(backward_walk<f16, true>);
-  return a.centered ? FLEXOPS_NORM_KERNEL(backward_walk<bf16, true>) : FLEXOPS_NORM_KERNEL(backward_walk<bf16, false>);
+KernelOf<Backward> find_walk(const NormBackward& a) {
+  if (a.type == NormType::f32) return kernel<norm::backward_walk<float, true>>;
+  if (a.type == NormType::f16) return kernel<norm::backward_walk<f16, true>>;
+  return a.centered ? kernel<norm::backward_walk<bf16, true>> : kernel<norm::backward_walk<bf16, false>>;
 }
 
-#define FLEXOPS_NORM_EACH(kernel)                                                                                 \
-  {reinterpret_cast<const void*>(&norm::kernel<float>), reinterpret_cast<const void*>(&norm::kernel<norm::Half>), \
-   reinterpret_cast<const void*>(&norm::kernel<norm::Any>)}
-const void* const kInput[3] = FLEXOPS_NORM_EACH(backward_input);
-const void* const kParameters[3] = FLEXOPS_NORM_EACH(backward_parameters);
-
-dim3 blocks(int64_t x, int64_t y = 1) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
+const KernelOf<Backward> kInput[] = {kernel<norm::backward_input<float>>, kernel<norm::backward_input<norm::Half>>,
+                                     kernel<norm::backward_input<norm::Any>>};
+const KernelOf<Backward> kParameters[] = {kernel<norm::backward_parameters<float>>, kernel<norm::backward_parameters<norm::Half>>,
+                                          kernel<norm::backward_parameters<norm::Any>>};
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  norm::launch(find_walk(a), p, blocks(plan.blocks), plan.threads, plan.shared_bytes, stream);
+  launch(find_walk(a), {blocks(plan.blocks), blocks(plan.threads), stream, plan.shared_bytes}, p);
 }
 
 void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
   const int which = !plan.vectors ? 2 : a.type == NormType::f32 ? 0 : 1;
   if (a.grad_x) {
     const norm::Grid grid(p.lanes, a.rows);
-    norm::launch(kInput[which], p, blocks(grid.blocks), grid.threads, 0, stream);
+    launch(kInput[which], {blocks(grid.blocks), blocks(grid.threads), stream}, p);
   }
   if (!p.partial_weight && !p.partial_bias) return;
   p.rows_per_block = (a.rows + plan.blocks - 1) / plan.blocks;
   const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
-  norm::launch(kParameters[which], p, blocks(across, plan.blocks), norm::kShortThreads, 0, stream);
+  launch(kParameters[which], {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
 }
 
 void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* stream) {
@@ -114,8 +111,7 @@ void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* st
   add(p.partial_weight, a.grad_weight, a.weight_type);
   add(p.partial_bias, a.grad_bias, a.bias_type);
   if (sums == 0) return;
-  norm::launch(reinterpret_cast<const void*>(&norm::reduce_partial), r, blocks((p.columns + 31) / 32, sums), norm::kReduceThreads, 0,
-               stream);
+  launch(kernel<norm::reduce_partial>, {blocks(ceil_div(p.columns, 32), sums), {norm::kReduceThreads}, stream}, r);
 }
 
 }  // namespace
@@ -138,7 +134,7 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   const Plan plan = make_plan(p, a);
   if (a.rows > 0) plan.walks ? walk(plan, p, a, stream) : read_twice(plan, p, a, stream);
   reduce(plan, p, a, stream);
-  return norm::last_error();
+  return last_error();
 }
 
 }  // namespace flexops

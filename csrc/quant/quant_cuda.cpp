@@ -1,10 +1,10 @@
 // Quantization's launchers: which of the three ways, and the grid.
 
+#include "common/launch.h"
+#include "quant/quant.h"
 #include "quant/quant_any.cuh"
 #include "quant/quant_columns.cuh"
 #include "quant/quant_rows.cuh"
-
-#include "quant/quant.h"
 
 namespace flexops {
 namespace {
@@ -19,8 +19,6 @@ int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
 
 /// Bytes of a 16-byte vector's codes.
 int64_t code_bytes(const QuantLayout& l) { return 16 / element_size(l.type) * l.bits / 8; }
-
-bool aligned(const void* pointer, uintptr_t bytes = 16) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 int log2_of(int64_t value) {
   int out = 0;
@@ -101,21 +99,20 @@ void plan_any(Params& p, const QuantLayout& l, const void* elements, const void*
   p.log_lanes = log2_of(p.lanes);
 }
 
-/// A kernel for each QuantType. As pointers, because each <<<>>> costs build time.
-using Kernels = const void* [3];
-#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&quant::__VA_ARGS__)
-#define FLEXOPS_BY_TYPE(name) {FLEXOPS_KERNEL(name<quant::kF32>), FLEXOPS_KERNEL(name<quant::kF16>), FLEXOPS_KERNEL(name<quant::kBf16>)}
-#define FLEXOPS_BY_SIZE(name) {FLEXOPS_KERNEL(name<4>), FLEXOPS_KERNEL(name<2>), FLEXOPS_KERNEL(name<2>)}
+/// A kernel for each QuantType.
+using Kernels = KernelOf<Params>[3];
+#define FLEXOPS_BY_TYPE(name) {kernel<quant::name<quant::kF32>>, kernel<quant::name<quant::kF16>>, kernel<quant::name<quant::kBf16>>}
+#define FLEXOPS_BY_SIZE(name) {kernel<quant::name<4>>, kernel<quant::name<2>>, kernel<quant::name<2>>}
 const Kernels kRowQuantizers = FLEXOPS_BY_TYPE(quantize_rows), kRowDequantizers = FLEXOPS_BY_SIZE(dequantize_rows);
 const Kernels kColumnQuantizers = FLEXOPS_BY_TYPE(quantize_columns), kColumnDequantizers = FLEXOPS_BY_SIZE(dequantize_columns);
+#undef FLEXOPS_BY_TYPE
+#undef FLEXOPS_BY_SIZE
 
 /// With `per_block` of p.total in a block.
-void launch(const void* kernel, Params& p, int64_t per_block, int threads, void* stream) {
-  const auto blocks = static_cast<unsigned>((p.total + per_block - 1) / per_block);
-  void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream));
+void launch(const KernelOf<Params>& kernel, Params& p, int64_t per_block, unsigned threads, void* stream) {
+  flexops::launch(kernel, {blocks(ceil_div(p.total, per_block)), {threads}, stream}, p);
 }
-void launch(const Kernels& kernels, Params& p, int64_t per_block, int threads, void* stream) {
+void launch(const Kernels& kernels, Params& p, int64_t per_block, unsigned threads, void* stream) {
   launch(kernels[p.type], p, per_block, threads, stream);
 }
 
@@ -143,11 +140,6 @@ void launch_row_dequantizers(Params& p, const QuantLayout& l, void* stream) {
   }
 }
 
-const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace
 
 const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const QuantLayout& layout, void* stream) {
@@ -159,7 +151,7 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
     launch(kColumnQuantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
     plan_any(p, layout, x, packed);
-    launch(FLEXOPS_KERNEL(quantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
+    launch(kernel<quant::quantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }
@@ -177,7 +169,7 @@ const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out
     launch(kColumnDequantizers, p, quant::kPartThreads, quant::kPartThreads, stream);
   } else {
     plan_any(p, layout, out, packed);
-    launch(FLEXOPS_KERNEL(dequantize_any), p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
+    launch(kernel<quant::dequantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }

@@ -20,20 +20,18 @@ int64_t chunks_of(const TensorRow& row) { return multi::chunks_of<lamb::Moments<
 static_assert(multi::kChunk<lamb::Moments<false>> == multi::kChunk<lamb::Moments<true>>, "their sums lie in one array");
 
 template <bool general>
-void measure_rows(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, cudaStream_t stream) {
+void measure_rows(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, void* stream) {
   using Rule = lamb::Moments<general>;
   int64_t counted = 0, chunks = 0;  // of the rows before `counted`
   const auto find = [&](int64_t i) {
     for (; counted < i; ++counted) chunks += chunks_of(rows[counted]);
     return partials + 2 * chunks;
   };
-  multi::for_each_launch<Rule>(
-      rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [&](int64_t i, int extra) -> const float* { return extra == Rule::kStep ? rows[i].step : find(i); },
-      [&](const auto& launch, uint32_t blocks) { lamb::moments_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+  multi::launch_rows<Rule>(kernel<lamb::moments_kernel<general>>, rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [&](int64_t i, int extra) -> const float* { return extra == Rule::kStep ? rows[i].step : find(i); }, stream);
 }
 
-void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, const float* partials, float* norms, cudaStream_t stream) {
+void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, const float* partials, float* norms, void* stream) {
   lamb::Segments segments;
   segments.found_inf = found_inf;
   for (int64_t done = 0; done < count; done += segments.count) {
@@ -46,17 +44,15 @@ void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, con
     }
     segments.count = n;
     partials += 2 * static_cast<int64_t>(segments.first_chunk[n]);
-    lamb::norms_kernel<<<n, lamb::Segments::kThreads, 0, stream>>>(segments);
+    launch(kernel<lamb::norms_kernel>, {blocks(n), {lamb::Segments::kThreads}, stream}, segments);
   }
 }
 
 template <bool general>
-void apply_rows(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, cudaStream_t stream) {
+void apply_rows(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
   using Rule = lamb::Apply<general>;
-  multi::for_each_launch<Rule>(
-      rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [&](int64_t i, int extra) { return extra == Rule::kStep ? rows[i].step : norms + 2 * i; },
-      [&](const auto& launch, uint32_t blocks) { lamb::apply_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+  multi::launch_rows<Rule>(kernel<lamb::apply_kernel<general>>, rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [&](int64_t i, int extra) { return extra == Rule::kStep ? rows[i].step : norms + 2 * i; }, stream);
 }
 
 }  // namespace
@@ -69,21 +65,17 @@ int64_t lamb_partials(const TensorRow* rows, int64_t count) {
 
 const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, float* norms,
                               void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  multi::for_each_steps(rows, count, options.found_inf, [&](const multi::Steps& steps, int blocks) {
-    lamb::step_kernel<<<blocks, multi::Steps::kThreads, 0, on>>>(steps);
-  });
-  measure_rows<false>(rows, count, options, partials, on);
-  measure_rows<true>(rows, count, options, partials, on);
-  add_norms(rows, count, options.found_inf, partials, norms, on);
-  return multi::last_error();
+  multi::launch_steps(rows, count, options.found_inf, stream);
+  measure_rows<false>(rows, count, options, partials, stream);
+  measure_rows<true>(rows, count, options, partials, stream);
+  add_norms(rows, count, options.found_inf, partials, norms, stream);
+  return last_error();
 }
 
 const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  apply_rows<true>(rows, count, options, norms, on);
-  apply_rows<false>(rows, count, options, norms, on);
-  return multi::last_error();
+  apply_rows<true>(rows, count, options, norms, stream);
+  apply_rows<false>(rows, count, options, norms, stream);
+  return last_error();
 }
 
 }  // namespace flexops

@@ -5,25 +5,25 @@
 #include "softmax/softmax_added.cuh"
 #include "softmax/softmax_general.cuh"
 #include "softmax/softmax_launch.h"
+#include "softmax/softmax_long.cuh"
 #include "softmax/softmax_rows.cuh"
 
 namespace flexops {
 namespace {
 
-/// A kernel (as a pointer, because each <<<>>> costs build time), and what it takes.
-struct Kernel {
-  const void* kernel;
+/// A kernel, and what it takes.
+struct RowsKernel {
+  KernelOf<Params> kernel;
   int held, most;
 };
 
 template <softmax::Type type, bool kMasked>
-Kernel rows_kernel() {
-  return {reinterpret_cast<const void*>(&softmax::softmax_rows<type, kMasked>), softmax::kHeld<type, kMasked>,
-          softmax::kMostOfRows<type, kMasked>};
+RowsKernel rows_kernel() {
+  return {kernel<softmax::softmax_rows<type, kMasked>>, softmax::kHeld<type, kMasked>, softmax::kMostOfRows<type, kMasked>};
 }
 
 template <bool kMasked>
-Kernel rows_kernel(SoftmaxType type) {
+RowsKernel rows_kernel(SoftmaxType type) {
   return type == SoftmaxType::f32 ? rows_kernel<softmax::kF32, true>() : rows_kernel<softmax::kHalf, kMasked>();
 }
 
@@ -60,6 +60,23 @@ void spread(Params& p, Grid& grid) {
   for (int d = 0; d < 3; ++d) grid.blocks[d] = sizes[d];
 }
 
+/// The kernel for either type of 16 bits, or for float32.
+const KernelOf<Params>& of_type(SoftmaxType type, const KernelOf<Params>& f32, const KernelOf<Params>& half) {
+  return type == SoftmaxType::f32 ? f32 : half;
+}
+#define FLEXOPS_OF_TYPE(type, name) of_type(type, kernel<softmax::name<softmax::kF32>>, kernel<softmax::name<softmax::kHalf>>)
+
+/// For rows that are too long for a block to hold.
+const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
+  const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
+  return launch(FLEXOPS_OF_TYPE(type, softmax_long), p, grid, stream);
+}
+
+const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
+  const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
+  return launch(FLEXOPS_OF_TYPE(type, softmax_long_masked), p, grid, stream);
+}
+
 }  // namespace
 
 const char* softmax_cuda(const void* x, const void* mask, void* out, const SoftmaxRows& rows, void* stream) {
@@ -74,7 +91,7 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
   }
   const bool f32 = rows.type == SoftmaxType::f32, masked = p.mask_kind == softmax::kBoolean;
   if ((masked || p.mask_kind == softmax::kNoMask) && (p.scale > 0.0f || p.scale < 0.0f)) {
-    const Kernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
+    const RowsKernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
     Params positive = p;
     if (p.scale < 0.0f) positive.scale = -p.scale, positive.flip = f32 ? 0x80000000u : 0x80008000u;
     Grid grid = make_grid(positive, rows.type, k.held, k.most);
@@ -88,11 +105,11 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
     Grid grid = make_grid(p, rows.type, softmax::kAddedHeld, softmax::kMostOfAdded);
     if (grid.holds) {
       spread(p, grid);
-      return launch(FLEXOPS_SOFTMAX_OF(rows.type, softmax_added), p, grid, stream);
+      return launch(FLEXOPS_OF_TYPE(rows.type, softmax_added), p, grid, stream);
     }
   }
   const Grid grid = make_grid(p, rows.type, softmax::kGeneralHeld, softmax::kMostThreads);
-  if (grid.holds) return launch(FLEXOPS_SOFTMAX_OF(rows.type, softmax_general), p, grid, stream);
+  if (grid.holds) return launch(FLEXOPS_OF_TYPE(rows.type, softmax_general), p, grid, stream);
   return softmax_long_masked(p, rows.type, stream);
 }
 

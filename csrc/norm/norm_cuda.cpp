@@ -1,10 +1,11 @@
 // The norms' forward launcher: which kernel, and how many threads a row.
 
 #include "norm/norm_forward.cuh"
-
+#include "norm/norm_forward_codes.cuh"
 #include "norm/norm_forward_held.cuh"
 #include "norm/norm_forward_layer.cuh"
 #include "norm/norm_forward_long.cuh"
+#include "norm/norm_forward_ragged.cuh"
 #include "norm/norm_forward_rows.cuh"
 #include "norm/norm_forward_short.cuh"
 #include "norm/norm_launch.h"
@@ -21,41 +22,45 @@ constexpr int64_t kPieces = 12;    // that a thread takes of a row
 /// Whether all that a vector of the row's type goes with is aligned.
 bool has_vectors(const NormForward& a, int64_t vector) {
   const auto fits = [&](const void* pointer, int64_t stride, int size) {
-    return norm::is_aligned(pointer, vector * size < 16 ? vector * size : 16) && stride % vector == 0;
+    return aligned(pointer, least(vector * size, 16)) && stride % vector == 0;
   };
   const int size = norm::size_of(a.type), row = norm::size_of(a.row_type), weight = norm::size_of(a.weight_type);
   return a.columns % vector == 0 && fits(a.x, a.x_stride, size) && fits(a.residual, a.residual_stride, row) && fits(a.weight, 0, weight) &&
          fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == NormCodes::none ? size : 1) && fits(a.new_residual, 0, row);
 }
 
-const void* const kFew[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, false, norm::kFewItems>),
-                             FLEXOPS_NORM_KERNEL(forward_held<f16, false, false, norm::kFewItems>),
-                             FLEXOPS_NORM_KERNEL(forward_held<bf16, false, false, norm::kFewItems>)};
-const void* const kMany[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kManyItems>),
-                              FLEXOPS_NORM_KERNEL(forward_held<f16, false, true, norm::kManyItems>),
-                              FLEXOPS_NORM_KERNEL(forward_held<bf16, false, true, norm::kManyItems>)};
-const void* const kAdding[3] = {FLEXOPS_NORM_KERNEL(forward_held<float, true, true, norm::kItems>),
-                                FLEXOPS_NORM_KERNEL(forward_held<f16, true, true, norm::kItems>),
-                                FLEXOPS_NORM_KERNEL(forward_held<bf16, true, true, norm::kItems>)};
+/// A kernel for each type.
+using Kernels = KernelOf<Forward>[3];
+const Kernels kFew = {kernel<norm::forward_held<float, false, false, norm::kFewItems>>,
+                             kernel<norm::forward_held<f16, false, false, norm::kFewItems>>,
+                             kernel<norm::forward_held<bf16, false, false, norm::kFewItems>>};
+const Kernels kMany = {kernel<norm::forward_held<float, false, true, norm::kManyItems>>,
+                              kernel<norm::forward_held<f16, false, true, norm::kManyItems>>,
+                              kernel<norm::forward_held<bf16, false, true, norm::kManyItems>>};
+const Kernels kAdding = {kernel<norm::forward_held<float, true, true, norm::kItems>>,
+                                kernel<norm::forward_held<f16, true, true, norm::kItems>>,
+                                kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
+const Kernels kCodes = {kernel<norm::forward_codes<float, norm::kItems>>, kernel<norm::forward_codes<f16, norm::kItems>>,
+                        kernel<norm::forward_codes<bf16, norm::kItems>>};
+const Kernels kManyCodes = {kernel<norm::forward_codes<float, norm::kManyItems>>, kernel<norm::forward_codes<f16, norm::kManyItems>>,
+                            kernel<norm::forward_codes<bf16, norm::kManyItems>>};
 // Layer norm, for few rows and for many.
-const void* const kLayerF32 = FLEXOPS_NORM_KERNEL(forward_held<float, false, true, norm::kFewItems>);
-const void* const kLayerF16 = FLEXOPS_NORM_KERNEL(forward_layer<f16, norm::kItems>);
-const void* const kLayer[3][2] = {
+const auto kLayerF32 = kernel<norm::forward_held<float, false, true, norm::kFewItems>>;
+const auto kLayerF16 = kernel<norm::forward_layer<f16, norm::kItems>>;
+const KernelOf<Forward> kLayer[3][2] = {
     {kLayerF32, kLayerF32},
     {kLayerF16, kLayerF16},
-    {FLEXOPS_NORM_KERNEL(forward_layer<bf16, norm::kFewItems>), FLEXOPS_NORM_KERNEL(forward_layer<bf16, norm::kItems>)}};
+    {kernel<norm::forward_layer<bf16, norm::kFewItems>>, kernel<norm::forward_layer<bf16, norm::kItems>>}};
 constexpr int kLayerItems[3][2] = {{norm::kFewItems, norm::kFewItems}, {norm::kItems, norm::kItems}, {norm::kFewItems, norm::kItems}};
 
 /// A kernel, the elements of its vectors, how many of these its threads hold.
 struct Way {
-  const void* kernel;
+  KernelOf<Forward> kernel;
   int64_t vector, items;
   int64_t slot = 0;     // bytes of shared memory that hold a vector; 0: registers do
   int resident = 0;     // threads of which a multiprocessor has registers
   bool ragged = false;  // vectors begin where the result has aligned ones, so a row may have one more
 };
-
-int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Whether rows cut into that many parts are too few to fill a GPU.
 bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts < kBusy; }
@@ -69,14 +74,14 @@ Way choose(const NormForward& a) {
   const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
   if (codes && same && fits(norm::kManyItems)) {
     // Short rows are read better by more lanes, as are few.
-    const bool few = vectors <= norm::kItems * norm::kNarrowWarp || has_few_rows(a, ceil_divide(vectors, norm::kManyItems));
+    const bool few = vectors <= norm::kItems * norm::kNarrowWarp || has_few_rows(a, ceil_div(vectors, norm::kManyItems));
     const int items = few && fits(norm::kItems) ? norm::kItems : norm::kManyItems;
-    return {norm::codes_kernel(a.row_type, items), vector, items};
+    return {(items == norm::kItems ? kCodes : kManyCodes)[type], vector, items};
   }
   if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], vector, norm::kItems};
   if (!codes && !a.residual) {
     if (same && a.centered) {
-      const bool many = !has_few_rows(a, ceil_divide(vectors, norm::kItems));
+      const bool many = !has_few_rows(a, ceil_div(vectors, norm::kItems));
       const int items = kLayerItems[type][many];
       if (fits(items)) return {kLayer[type][many], vector, items};
     } else if (same && fits(norm::kFewItems)) {
@@ -85,13 +90,13 @@ Way choose(const NormForward& a) {
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
   if (aligned && a.row_type == NormType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
-    return {FLEXOPS_NORM_KERNEL(forward_long<float>), vector, norm::kItems, 16, 1024};
-  if (aligned && a.row_type == NormType::f32) return {FLEXOPS_NORM_KERNEL(forward_rows<float>), vector, norm::kItems, 16, 2048};
-  if (aligned) return {FLEXOPS_NORM_KERNEL(forward_rows<norm::Half>), vector, norm::kItems, 16, 1024};
+    return {kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
+  if (aligned && a.row_type == NormType::f32) return {kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
+  if (aligned) return {kernel<norm::forward_rows<norm::Half>>, vector, norm::kItems, 16, 1024};
   // Where few elements have a place in a vector, single ones are no slower.
-  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {FLEXOPS_NORM_KERNEL(forward_short), 1, norm::kItems};
+  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {kernel<norm::forward_short>, 1, norm::kItems};
   const int64_t piece = kPiece * (norm::size_of(a.row_type) + (a.residual ? norm::size_of(a.type) : 0));
-  return {norm::ragged_kernel(), kPiece, kPieces, piece, 1024, true};
+  return {kernel<norm::forward_ragged>, kPiece, kPieces, piece, 1024, true};
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.
@@ -104,10 +109,10 @@ int64_t least_vectors(const Way& way, NormCodes codes) {
 /// difference.
 int64_t few_threads(const Way& way, int64_t rows, int64_t vectors) {
   constexpr int64_t kWarp = norm::kNarrowWarp, kMostWarps = norm::kMostThreads / kWarp;
-  const int64_t room = way.resident / kWarp / ceil_divide(rows, norm::current_gpu().processors);
+  const int64_t room = way.resident / kWarp / ceil_div(rows, gpu_facts().processors);
   int64_t warps = room < 2 ? 2 : room < kMostWarps ? room : kMostWarps;
   if (room < 3 && vectors <= 5 * kWarp) warps = 1;  // which needs no barriers
-  return ceil_divide(vectors, ceil_divide(vectors, warps * kWarp));
+  return ceil_div(vectors, ceil_div(vectors, warps * kWarp));
 }
 
 /// The threads of a row, and the bytes of shared memory that they may have.
@@ -119,7 +124,7 @@ struct Share {
   /// fit into half of the shared memory while half of the threads are too few for the rest.
   Share(const Way& way, int64_t vectors, bool few) {
     constexpr int64_t kReserved = 2048;  // a kernel's own shared memory, and the driver's
-    const norm::Gpu& gpu = norm::current_gpu();
+    const Gpu& gpu = gpu_facts();
     const int64_t all = gpu.shared_of_block - kReserved, half = gpu.shared_of_processor / 2 - kReserved;
     const bool alone = few || (way.resident < 2 * norm::kMostThreads && vectors * way.slot > half);
     threads = alone ? norm::kMostThreads : way.resident / 2;
@@ -132,8 +137,8 @@ struct Share {
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
   if (a.rows == 0) return nullptr;
   const Way way = choose(a);
-  const int64_t vectors = way.ragged ? ceil_divide(a.columns + way.vector - 1, way.vector) : a.columns / way.vector,
-                parts = ceil_divide(vectors, way.items);
+  const int64_t vectors = way.ragged ? ceil_div(a.columns + way.vector - 1, way.vector) : a.columns / way.vector,
+                parts = ceil_div(vectors, way.items);
   const bool few = has_few_rows(a, parts);
   Forward p;
   p.x = a.x, p.residual = a.residual, p.weight = a.weight, p.bias = a.bias;
@@ -147,17 +152,17 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
   int64_t shared_bytes = 0;
   if (way.slot == 0) {
-    p.lanes = norm::lanes_for(few ? ceil_divide(vectors, least_vectors(way, a.codes)) : parts, norm::kHeldThreads);
+    p.lanes = norm::lanes_for(few ? ceil_div(vectors, least_vectors(way, a.codes)) : parts, norm::kHeldThreads);
   } else {
     const Share share(way, vectors, few);
     p.lanes = norm::lanes_for(few ? few_threads(way, a.rows, vectors) : parts, share.threads);
     const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot, room = share.bytes / slots;
-    const int64_t needed = ceil_divide(vectors, p.lanes);
+    const int64_t needed = ceil_div(vectors, p.lanes);
     p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }
   const norm::Grid grid(p.lanes, a.rows);
-  norm::launch(way.kernel, p, dim3(static_cast<unsigned>(grid.blocks)), grid.threads, shared_bytes, stream);
-  return norm::last_error();
+  launch(way.kernel, {blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes}, p);
+  return last_error();
 }
 
 }  // namespace flexops

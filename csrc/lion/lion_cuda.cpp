@@ -25,20 +25,18 @@ typename lion::Rule<general>::Shared make_shared(const LionOptions& o) {
 }
 
 template <bool general>
-void step_rows(const TensorRow* rows, int64_t count, const LionOptions& options, cudaStream_t stream) {
+void step_rows(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream) {
   using Rule = lion::Rule<general>;
-  multi::for_each_launch<Rule>(
-      rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [](int64_t, int) -> const float* { return nullptr; },
-      [&](const auto& launch, uint32_t blocks) { lion::lion_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+  multi::launch_rows<Rule>(kernel<lion::lion_kernel<general>>, rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [](int64_t, int) -> const float* { return nullptr; }, stream);
 }
 
 }  // namespace
 
 const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream) {
-  step_rows<false>(rows, count, options, static_cast<cudaStream_t>(stream));
-  step_rows<true>(rows, count, options, static_cast<cudaStream_t>(stream));
-  return multi::last_error();
+  step_rows<false>(rows, count, options, stream);
+  step_rows<true>(rows, count, options, stream);
+  return last_error();
 }
 
 }  // namespace flexops

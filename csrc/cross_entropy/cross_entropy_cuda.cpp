@@ -1,7 +1,6 @@
 // Cross entropy's launchers: how many threads and blocks share a row.
 
 #include "cross_entropy/cross_entropy.cuh"
-
 #include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/cross_entropy_launch.h"
 
@@ -12,28 +11,24 @@ constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts
 
 int64_t elements_of(LogitsType type) { return type == LogitsType::f32 ? 4 : 8; }
 
-bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
-
 /// Vectors that the longest row needs, wherever it starts.
 int64_t vectors_of(const void* data, const Logits& shape) {
   const int64_t elements = elements_of(shape.type);
   const int64_t head = aligned(data) && shape.stride % elements == 0 ? 0 : elements - 1;
-  return divide_up(shape.length + head, elements);
+  return ceil_div(shape.length + head, elements);
 }
 
-/// A kernel for each type. As pointers, because each <<<>>> costs build time.
-#define FLEXOPS_KERNEL(...) reinterpret_cast<const void*>(&cross_entropy::__VA_ARGS__)
-const void* const kRows[] = {FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF32>),
-                             FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF16>),
-                             FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kBf16>)};
+/// A kernel for each type.
+using Kernels = KernelOf<Params>[3];
+const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF32>>,
+                       kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF16>>,
+                       kernel<cross_entropy::cross_entropy_rows<cross_entropy::kBf16>>};
 /// Without gradients: 16-bit logits need fewer registers then.
-const void* const kForwardRows[] = {FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF32>),
-                                    FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kF16, false>),
-                                    FLEXOPS_KERNEL(cross_entropy_rows<cross_entropy::kBf16, false>)};
-const void* const kScaleRows[] = {FLEXOPS_KERNEL(scale_rows<cross_entropy::kF32>), FLEXOPS_KERNEL(scale_rows<cross_entropy::kF16>),
-                                  FLEXOPS_KERNEL(scale_rows<cross_entropy::kBf16>)};
+const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF32>>,
+                              kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF16, false>>,
+                              kernel<cross_entropy::cross_entropy_rows<cross_entropy::kBf16, false>>};
 
-const void* rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
+const KernelOf<Params>& rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
 
 int64_t vectors_held(const Params& p, LogitsType type) {
   return p.out || type == LogitsType::f32 ? cross_entropy::kVectors : cross_entropy::kForwardVectors;
@@ -52,57 +47,51 @@ Params make_params(const void* logits, const int64_t* target, const Logits& shap
   return p;
 }
 
-void launch(const void* kernel, Params& p, int64_t blocks, int64_t threads, cudaStream_t stream) {
-  void* arguments[] = {&p};
-  cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), arguments, 0, stream);
+void launch(const KernelOf<Params>& kernel, const Params& p, int64_t count, int64_t threads, void* stream) {
+  flexops::launch(kernel, {blocks(count), blocks(threads), stream}, p);
 }
 
 /// Rows that a warp or less holds.
-bool launch_short(Params& p, LogitsType type, int64_t vectors, cudaStream_t stream) {
+bool launch_short(Params& p, LogitsType type, int64_t vectors, void* stream) {
   const int64_t held = vectors_held(p, type);
   if (vectors > cross_entropy::kNarrowWarp * held) return false;
   while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
   p.part = static_cast<int>(vectors);
   const int64_t threads = cross_entropy::kShortThreads;
-  launch(rows_kernel(p, type), p, divide_up(p.rows * p.lanes, threads), threads, stream);
+  launch(rows_kernel(p, type), p, ceil_div(p.rows * p.lanes, threads), threads, stream);
   return true;
 }
 
-void launch_rows(Params& p, LogitsType type, cudaStream_t stream, int64_t vectors) {
+void launch_rows(Params& p, LogitsType type, void* stream, int64_t vectors) {
   if (launch_short(p, type, vectors, stream)) return;
   if (p.out && type == LogitsType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
   const int64_t held = vectors_held(p, type);
   const int64_t most = !p.out                                             ? cross_entropy::kForwardThreads
                        : vectors <= 2 * cross_entropy::kRowThreads * held ? cross_entropy::kRowThreads
                                                                           : 2 * cross_entropy::kRowThreads;
-  const int64_t threads = least(divide_up(divide_up(vectors, held), 32) * 32, most);
+  const int64_t threads = least(ceil_div(ceil_div(vectors, held), 32) * 32, most);
   p.part = static_cast<int>(vectors);
   p.lanes = static_cast<int>(threads < 64 ? 64 : threads);
   launch(rows_kernel(p, type), p, p.rows, p.lanes, stream);
 }
 
 void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction,
-                   cudaStream_t stream) {
-  const auto* targets = reinterpret_cast<const i64*>(target);
-  i64 rows = shape.rows, ignore_index = shape.ignore_index;
-  const float* losses = stats.losses;
-  float* divisor = stats.divisor;
-  int mean = reduction == Reduction::mean;
-  void* arguments[] = {&targets, &losses, &divisor, &loss, &rows, &ignore_index, &mean};
-  cudaLaunchKernel(reinterpret_cast<const void*>(&cross_entropy::cross_entropy_finish), dim3(1), dim3(cross_entropy::kMostThreads),
-                   arguments, 0, stream);
+                   void* stream) {
+  flexops::launch(kernel<cross_entropy::cross_entropy_finish>, {{1}, {cross_entropy::kMostThreads}, stream},
+                  reinterpret_cast<const i64*>(target), stats.losses, stats.divisor, loss, shape.rows, shape.ignore_index,
+                  reduction == Reduction::mean);
 }
 
-const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+template <cross_entropy::Type type>
+void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows, int64_t length, bool each_row) {
+  flexops::launch(kernel<cross_entropy::scale_rows<type>>, config, static_cast<cross_entropy::Element<type>*>(values), factors, rows, length,
+                  each_row);
 }
 
 }  // namespace
 
 const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction, bool write_gradient,
                                const GradientFactors& factors, const LossStats& stats, float* loss, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
   if (shape.rows > 0) {
     Params p = make_params(logits, target, shape);
     p.losses = stats.losses, p.maxima = stats.maxima, p.sums = stats.sums;
@@ -112,31 +101,30 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
       if (reduction == Reduction::mean) {
         p.count = shape.rows <= kCountedByBlocks;
         if (!p.count) {
-          launch_finish(shape, target, stats, nullptr, reduction, on);
+          launch_finish(shape, target, stats, nullptr, reduction, stream);
           p.divisor = stats.divisor;
         }
       }
     }
-    launch_rows(p, shape.type, on, vectors_of(logits, shape));
+    launch_rows(p, shape.type, stream, vectors_of(logits, shape));
   }
-  if (reduction != Reduction::none) launch_finish(shape, target, stats, loss, reduction, on);
+  if (reduction != Reduction::none) launch_finish(shape, target, stats, loss, reduction, stream);
   return last_error();
 }
 
 const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
                                         void* out, const Logits& shape, void* stream) {
   if (shape.rows * shape.length == 0) return nullptr;
-  const auto on = static_cast<cudaStream_t>(stream);
   Params p = make_params(logits, target, shape);
   p.maxima = stats.maxima, p.sums = stats.sums, p.divisor = stats.divisor;
   p.upstream = factors.data, p.each_row = factors.each_row;
   p.out = out, p.out_stride = shape.length;
   const int64_t vectors = vectors_of(logits, shape);
-  if (!launch_short(p, shape.type, vectors, on)) {
+  if (!launch_short(p, shape.type, vectors, stream)) {
     p.lanes = cross_entropy::kGradientThreads;
     p.part = cross_entropy::kGradientThreads * cross_entropy::kVectors;
-    p.blocks = static_cast<int>(divide_up(vectors, p.part));
-    launch(rows_kernel(p, shape.type), p, p.rows * p.blocks, p.lanes, on);
+    p.blocks = static_cast<int>(ceil_div(vectors, p.part));
+    launch(rows_kernel(p, shape.type), p, p.rows * p.blocks, p.lanes, stream);
   }
   return last_error();
 }
@@ -145,13 +133,12 @@ const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t
                             void* stream) {
   if (rows * length == 0) return nullptr;
   constexpr int64_t kBlocks = 2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
-  const int64_t work = divide_up((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
-  const dim3 grid(static_cast<unsigned>(least(work, kBlocks)), static_cast<unsigned>(each_row ? least(rows, divide_up(kBlocks, work)) : 1));
-  i64 count = rows, size = length;
-  int each = each_row;
-  void* arguments[] = {&values, &factors, &count, &size, &each};
-  cudaLaunchKernel(kScaleRows[static_cast<int>(type)], grid, dim3(cross_entropy::kScaleThreads), arguments, 0,
-                   static_cast<cudaStream_t>(stream));
+  const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
+  const Dim3 grid = blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
+  const LaunchConfig config = {grid, {cross_entropy::kScaleThreads}, stream};
+  if (type == LogitsType::f32) scale_rows<cross_entropy::kF32>(config, values, factors, rows, length, each_row);
+  if (type == LogitsType::f16) scale_rows<cross_entropy::kF16>(config, values, factors, rows, length, each_row);
+  if (type == LogitsType::bf16) scale_rows<cross_entropy::kBf16>(config, values, factors, rows, length, each_row);
   return last_error();
 }
 

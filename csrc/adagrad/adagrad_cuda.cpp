@@ -23,24 +23,19 @@ typename adagrad::Rule<general>::Shared make_shared(const AdagradOptions& o) {
 }
 
 template <bool general>
-void step_rows(const TensorRow* rows, int64_t count, const AdagradOptions& options, cudaStream_t stream) {
+void step_rows(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
   using Rule = adagrad::Rule<general>;
-  multi::for_each_launch<Rule>(
-      rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [&](int64_t i, int) { return rows[i].step; },
-      [&](const auto& launch, uint32_t blocks) { adagrad::adagrad_kernel<general><<<blocks, Rule::kThreads, 0, stream>>>(launch); });
+  multi::launch_rows<Rule>(kernel<adagrad::adagrad_kernel<general>>, rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 
 }  // namespace
 
 const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  multi::for_each_steps(rows, count, options.found_inf, [&](const multi::Steps& steps, int blocks) {
-    adagrad::step_kernel<<<blocks, multi::Steps::kThreads, 0, on>>>(steps);
-  });
-  step_rows<false>(rows, count, options, on);
-  step_rows<true>(rows, count, options, on);
-  return multi::last_error();
+  multi::launch_steps(rows, count, options.found_inf, stream);
+  step_rows<false>(rows, count, options, stream);
+  step_rows<true>(rows, count, options, stream);
+  return last_error();
 }
 
 }  // namespace flexops

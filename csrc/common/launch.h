@@ -1,0 +1,339 @@
+// Launching kernels, the same for CUDA's driver and HIP's runtime. A launcher names a kernel by a C++ expression, which the host compiler
+// checks, as it checks the arguments:
+//
+//   const KernelOf<Params> kKernels[] = {kernel<scale<float>>, kernel<scale<bf16>>};
+//   launch(kKernels[type], {.grid = {blocks}, .block = {256}, .stream = stream}, params);
+//   return last_error();
+//
+// For CUDA a library holds no device code. It holds the names of the kernels that it launches, as NVRTC takes them
+// (flexops/op_builder/device_code.py reads them from its file), and asks for each at its first launch on a device: flexops_set_provider()
+// tells it whom. Only the driver is called, through the libcuda.so.1 that torch has opened; every driver since 525 has what is used.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/current_gpu.h"
+#include "common/device.cuh"
+#if !FLEXOPS_HIP
+#include <dlfcn.h>
+#endif
+
+namespace flexops {
+
+struct Dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+struct LaunchConfig {
+  Dim3 grid, block;
+  void* stream = nullptr;
+  int64_t shared_bytes = 0;  // dynamic shared memory
+  unsigned cluster = 1;      // blocks of a cluster, along x
+};
+
+constexpr int kMaxGpus = 32;
+
+/// A kernel, whatever it takes.
+struct Kernel {
+#if FLEXOPS_HIP
+  const void* function;
+#else
+  const char* name;
+  void* handle[kMaxGpus];  // CUkernel; null until the GPU's first launch
+#endif
+};
+
+/// A kernel that takes arguments of these types.
+template <typename... A>
+struct KernelOf {
+  Kernel* kernel;
+};
+
+namespace detail {
+/// Ends in the kernel's name: "... [with auto function = flexops::rope::rotate<float>]".
+template <auto function>
+constexpr const char* kernel_name() {
+  return __PRETTY_FUNCTION__;
+}
+template <auto function>
+#if FLEXOPS_HIP
+inline Kernel instance = {reinterpret_cast<const void*>(function)};
+#else
+inline Kernel instance = {kernel_name<function>(), {}};
+#endif
+template <auto function, typename... A>
+constexpr KernelOf<A...> typed(void (*)(A...)) {
+  return {&instance<function>};
+}
+template <typename T>
+struct Same {
+  using type = T;
+};
+}  // namespace detail
+
+template <auto function>
+inline constexpr auto kernel = detail::typed<function>(function);
+
+// ---- the driver ------------------------------------------------------------------------------------------------------------------------
+
+namespace detail {
+
+#if FLEXOPS_HIP
+
+inline thread_local hipError_t status = hipSuccess;
+
+inline void note(hipError_t result) {
+  if (status == hipSuccess) status = result;
+}
+
+inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
+  note(hipLaunchKernel(kernel.function, dim3(c.grid.x, c.grid.y, c.grid.z), dim3(c.block.x, c.block.y, c.block.z), arguments,
+                       static_cast<size_t>(c.shared_bytes), static_cast<hipStream_t>(c.stream)));
+}
+
+using GpuAttribute = hipDeviceAttribute_t;
+constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount,
+                       kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
+                       kSharedOfProcessor = hipDeviceAttributeMaxSharedMemoryPerMultiprocessor;
+
+inline int gpu_attribute(GpuAttribute which) {
+  int value = 0;
+  note(hipDeviceGetAttribute(&value, which, current_gpu()));
+  return value;
+}
+
+#else
+
+/// What is used of cuda.h, whose numbers and layouts do not change.
+struct DriverLaunch {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+struct alignas(8) DriverLaunchAttribute {
+  int id, padding;
+  unsigned value[16];
+};
+constexpr int kClusterDimension = 4;     // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kPtxVersion = 5;           // CU_FUNC_ATTRIBUTE_PTX_VERSION
+constexpr int kMaxDynamicShared = 8;     // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kNotInitialized = 3, kInvalidContext = 201;
+
+struct Driver {
+  int (*cuLaunchKernelEx)(const DriverLaunch*, void* kernel, void** arguments, void** extra);
+  int (*cuKernelSetAttribute)(int attribute, int value, void* kernel, int device);
+  int (*cuKernelGetAttribute)(int* value, int attribute, void* kernel, int device);
+  int (*cuKernelGetFunction)(void** function, void* kernel);
+  int (*cuOccupancyMaxActiveClusters)(int* clusters, void* function, const DriverLaunch*);
+  int (*cuMemsetD32Async)(uint64_t pointer, unsigned value, size_t count, void* stream);
+  int (*cuDeviceGetAttribute)(int* value, int attribute, int device);
+  int (*cuDevicePrimaryCtxRetain)(void** context, int device);
+  int (*cuCtxSetCurrent)(void* context);
+  int (*cuGetErrorString)(int error, const char** text);
+  bool whole = true;
+
+  template <typename F>
+  void find(void* library, F*& function, const char* name) {
+    function = library ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+    whole = whole && function;
+  }
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+    find(library, cuLaunchKernelEx, "cuLaunchKernelEx");
+    find(library, cuKernelSetAttribute, "cuKernelSetAttribute");
+    find(library, cuKernelGetAttribute, "cuKernelGetAttribute");
+    find(library, cuKernelGetFunction, "cuKernelGetFunction");
+    find(library, cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters");
+    find(library, cuMemsetD32Async, "cuMemsetD32Async");
+    find(library, cuDeviceGetAttribute, "cuDeviceGetAttribute");
+    find(library, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+    find(library, cuCtxSetCurrent, "cuCtxSetCurrent");
+    find(library, cuGetErrorString, "cuGetErrorString");
+  }
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+};
+
+/// Gives the CUkernel of that name for a GPU, or null and a text. Python's: it compiles what is not there yet.
+using Provider = void* (*)(const char* name, int device, char* error, int error_size);
+inline Provider provider = nullptr;
+
+inline thread_local const char* status = nullptr;
+inline thread_local char provider_error[2048];
+
+inline void note(const char* error) {
+  if (!status) status = error;
+}
+
+/// Whether the driver's call went well.
+inline bool note(int result) {
+  if (result == 0) return true;
+  const char* text = nullptr;
+  Driver::get().cuGetErrorString(result, &text);
+  note(text ? text : "an error that the driver does not know");
+  return false;
+}
+
+[[gnu::noinline, gnu::cold]] inline void* obtain(Kernel& kernel, int device) {
+  if (!Driver::get().whole) return note("the CUDA driver (libcuda.so.1) is missing or older than 525"), nullptr;
+  if (!provider) return note("this library was opened by something other than flexops, so nobody provides its kernels"), nullptr;
+  void* handle = provider(kernel.name, device, provider_error, sizeof provider_error);
+  if (!handle) note(provider_error);
+  if (handle && device < kMaxGpus) __atomic_store_n(&kernel.handle[device], handle, __ATOMIC_RELEASE);
+  return handle;
+}
+
+/// The kernel for the current GPU; null if there is none.
+inline void* find(Kernel& kernel) {
+  const int device = current_gpu();
+  void* handle = device < kMaxGpus ? __atomic_load_n(&kernel.handle[device], __ATOMIC_ACQUIRE) : nullptr;
+  return __builtin_expect(handle != nullptr, 1) ? handle : obtain(kernel, device);
+}
+
+/// A thread on which nothing of CUDA's runtime has run yet has no context: the runtime's own is the device's primary one.
+[[gnu::noinline, gnu::cold]] inline bool enter_context() {
+  void* context = nullptr;
+  const Driver& driver = Driver::get();
+  return note(driver.cuDevicePrimaryCtxRetain(&context, current_gpu())) && note(driver.cuCtxSetCurrent(context));
+}
+
+/// A configuration as the driver takes it.
+struct DriverConfig {
+  DriverLaunchAttribute cluster;
+  DriverLaunch launch;
+
+  explicit DriverConfig(const LaunchConfig& c)
+      : cluster{kClusterDimension, 0, {c.cluster, 1, 1}},
+        launch{{c.grid.x, c.grid.y, c.grid.z}, {c.block.x, c.block.y, c.block.z}, static_cast<unsigned>(c.shared_bytes), c.stream,
+               &cluster, c.cluster > 1} {}
+  DriverConfig(const DriverConfig&) = delete;
+  DriverConfig& operator=(const DriverConfig&) = delete;
+};
+
+/// Lets the kernel have so much dynamic shared memory.
+inline int allow_shared(void* handle, int64_t bytes) {
+  constexpr int64_t kWithoutAsking = 40000;  // of the 48 KiB, less what a kernel has beside
+  if (bytes <= kWithoutAsking) return 0;
+  return Driver::get().cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(bytes), handle, current_gpu());
+}
+
+inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
+  void* handle = find(kernel);
+  if (!handle) return;
+  const Driver& driver = Driver::get();
+  const DriverConfig config(c);
+  const auto queue = [&] {
+    const int refused = allow_shared(handle, c.shared_bytes);
+    return refused ? refused : driver.cuLaunchKernelEx(&config.launch, handle, arguments, nullptr);
+  };
+  int result = queue();
+  if (__builtin_expect(result == kInvalidContext || result == kNotInitialized, 0) && enter_context()) result = queue();
+  if (__builtin_expect(result != 0, 0)) note(result);
+}
+
+/// What is refused here is no error of the launch.
+inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
+  void *handle = find(kernel), *function = nullptr;
+  const Driver& driver = Driver::get();
+  int version = 0, clusters = 0;
+  const DriverConfig config(c);
+  const bool answered = handle && driver.cuKernelGetAttribute(&version, kPtxVersion, handle, current_gpu()) == 0 && version >= 90 &&
+                        allow_shared(handle, c.shared_bytes) == 0 && driver.cuKernelGetFunction(&function, handle) == 0 &&
+                        driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch) == 0;
+  return answered ? clusters : 0;
+}
+
+using GpuAttribute = int;
+constexpr GpuAttribute kProcessors = 16, kSharedOfBlock = 97, kSharedOfProcessor = 81;  // CU_DEVICE_ATTRIBUTE_...
+
+inline int gpu_attribute(GpuAttribute which) {
+  int value = 0;
+  const Driver& driver = Driver::get();
+  if (driver.whole) note(driver.cuDeviceGetAttribute(&value, which, current_gpu()));
+  return value;
+}
+
+#endif
+
+}  // namespace detail
+
+/// Queues a kernel. What goes wrong is told by last_error().
+template <typename... A>
+void launch(const KernelOf<A...>& kernel, const LaunchConfig& config, const typename detail::Same<A>::type&... arguments) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  detail::start(*kernel.kernel, config, pointers);
+}
+
+/// nullptr, or the text of the first thing that has gone wrong on this thread since the last call.
+inline const char* last_error() {
+  const auto error = detail::status;
+  detail::status = {};
+#if FLEXOPS_HIP
+  return error == hipSuccess ? nullptr : hipGetErrorString(error);
+#else
+  return error;
+#endif
+}
+
+/// Sets `count` words on the device to 0, as part of the stream.
+inline void set_zero(uint32_t* words, int64_t count, void* stream) {
+#if FLEXOPS_HIP
+  detail::note(hipMemsetAsync(words, 0, static_cast<size_t>(count) * 4, static_cast<hipStream_t>(stream)));
+#else
+  detail::note(detail::Driver::get().cuMemsetD32Async(reinterpret_cast<uint64_t>(words), 0, static_cast<size_t>(count), stream));
+#endif
+}
+
+/// What launchers ask of the current GPU.
+struct Gpu {
+  int processors, shared_of_block, shared_of_processor;  // multiprocessors; bytes
+};
+
+/// Asked once by each thread, and again when it has gone on to another GPU.
+inline const Gpu& gpu_facts() {
+  thread_local Gpu known;
+  thread_local int device = -1;
+  if (device != current_gpu()) {
+    const int processors = detail::gpu_attribute(detail::kProcessors);
+    known = {processors > 0 ? processors : 1, detail::gpu_attribute(detail::kSharedOfBlock), detail::gpu_attribute(detail::kSharedOfProcessor)};
+    device = current_gpu();
+  }
+  return known;
+}
+
+#if !FLEXOPS_HIP
+/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. For one configuration a kernel: the answer of
+/// each GPU and cluster size is kept.
+template <typename... A>
+int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) {
+  constexpr unsigned kSizes = 9;
+  static int known[kMaxGpus][kSizes];  // one more than the answer; races write the same
+  if (current_gpu() >= kMaxGpus || config.cluster >= kSizes) return 0;
+  int& answer = known[current_gpu()][config.cluster];
+  if (answer == 0) answer = detail::ask_clusters(*kernel.kernel, config) + 1;
+  return answer - 1;
+}
+#endif
+
+// ---- arithmetic that launchers share ---------------------------------------------------------------------------------------------------
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline bool aligned(const void* pointer, int64_t bytes = 16) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+inline Dim3 blocks(int64_t x, int64_t y = 1, int64_t z = 1) {
+  return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};
+}
+
+}  // namespace flexops
+
+#if !FLEXOPS_HIP
+/// Called once, by the loader; see obtain().
+extern "C" __attribute__((visibility("default"), weak)) void flexops_set_provider(flexops::detail::Provider provider) {
+  flexops::detail::provider = provider;
+}
+#endif

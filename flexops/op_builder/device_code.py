@@ -1,0 +1,404 @@
+"""Device code: one kernel for one architecture is one artifact, a cubin (or PTX), compiled by NVRTC and kept in the cache as libraries are.
+
+A family's library for CUDA holds no device code. It holds the names of the kernels that its launchers name (``csrc/common/launch.h``), and
+``names_in`` reads them from its file: that is the only list of instantiations. Which header a kernel is defined in, the headers' text says.
+
+Kernels compile in child processes (``nvrtc_worker.py``), several at once, each with a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import queue
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+from ..errors import CompileError, FlexopsError
+from . import cache_key, includes
+from .cache import BuildCache, Entry
+from .cache_key import Digests
+from .manifest import Manifest, file_crc32
+
+if TYPE_CHECKING:
+    from ..compute_capability import Architecture
+    from ..toolchain.nvrtc import DeviceCompiler
+    from ..toolchain.resources import Resources
+
+MIB = 2**20
+STEP_BYTES = 600 * MIB
+"""A bound on what one NVRTC takes: three times what the largest kernel of ours took."""
+
+# As g++ and clang write a function template's name and argument; see kernel_name() in csrc/common/launch.h.
+_NAME = re.compile(rb"kernel_name\(\) \[(?:with auto )?function = &?([^\]\0]+)\]")
+_WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
+
+
+class KernelPlan(NamedTuple):
+    """One kernel for one architecture: everything that decides what its code will be.
+
+    Attributes:
+        name: the cache directory's: ``rope-sm_90-`` and a digest of the expression.
+        key: of the entry.
+        expression: the kernel as C++ names it: ``flexops::rope::rotate<float>``.
+        source: the whole program: includes.
+        architecture: machine code or PTX, not both.
+        compiler: what compiles it.
+        include_dir: what includes are relative to.
+        files: the headers that it reaches, relocatable name -> sha256.
+    """
+
+    name: str
+    key: str
+    expression: str
+    source: str
+    architecture: Architecture
+    compiler: DeviceCompiler
+    include_dir: Path
+    files: Digests
+
+    @property
+    def file_name(self) -> str:
+        return "kernel.cubin" if self.architecture.sass else "kernel.ptx"
+
+
+class KernelResult(NamedTuple):
+    """What came of one plan; as ``builder.Result``."""
+
+    plan: KernelPlan
+    entry: Entry | None = None
+    error: FlexopsError | None = None
+    seconds: float = 0.0
+    cached: bool = False
+
+    def require(self) -> Entry:
+        if self.entry is None:
+            raise self.error or CompileError(f"{self.plan.expression} could not be compiled")
+        return self.entry
+
+
+def names_in(library: Path) -> list[str]:
+    """The kernels that a library launches, as C++ names them, sorted."""
+    return sorted({expression_of(match) for match in _NAME.findall(library.read_bytes())})
+
+
+def expression_of(name: bytes) -> str:
+    """A kernel's expression from the name that its library has for it (the whole of it, or what is within the brackets)."""
+    match = _NAME.search(name)
+    return (match[1] if match else name).decode()
+
+
+def artifact_name(family: str, architecture: str, expression: str) -> str:
+    """The directory of a kernel's code: ``architecture`` is ``sm_90`` or ``compute_90``."""
+    return f"{family}-{architecture}-{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
+
+
+def single(architectures: Sequence[Architecture]) -> Iterator[Architecture]:
+    """Each architecture's machine code and its PTX as architectures of their own."""
+    for one in architectures:
+        if one.sass:
+            yield one._replace(ptx=False)
+        if one.ptx:
+            yield one._replace(sass=False)
+
+
+def plan_kernel(family: str, sources: Sequence[str], expression: str, architecture: Architecture, compiler: DeviceCompiler, csrc: Path) -> KernelPlan:
+    """The plan of one kernel.
+
+    Args:
+        sources: the family's launchers, relative to ``csrc``: the kernel is in a header that one of them reaches.
+
+    Raises:
+        CompileError: no such header defines it.
+    """
+    namespace, _, kernel = expression.partition("<")[0].rpartition("::")
+    header = _defining_header(tuple(sources), kernel, str(csrc))
+    if not header:
+        raise CompileError(f"no header of {family} defines the kernel {expression}", found=", ".join(sources), fix="flexops doctor")
+    source = f'#include "{header}"\nusing namespace {namespace};\n'  # g++ writes a kernel's arguments as they are called there
+    files = {f"<csrc>/{name}": cache_key.file_digest(csrc / name) for name in (header, *_reached(header, str(csrc)))}
+    capability = architecture.capability
+    spelled = capability.sm if architecture.sass else capability.compute
+    fields = [("kernel", expression), ("source", source), ("architecture", spelled), ("compiler", compiler.identity), ("options", " ".join(_OPTIONS))]
+    key = cache_key.digest_fields([*fields, *sorted(files.items())])
+    return KernelPlan(artifact_name(family, spelled, expression), key, expression, source, architecture, compiler, csrc, files)
+
+
+def obtain(
+    plans: Sequence[KernelPlan], cache: BuildCache, *, jobs: int = 1, time_limit: float = 0.0, progress: Callable[[int, int, str], None] | None = None
+) -> list[KernelResult]:
+    """The code of the plans, in their order; what is missing is compiled, ``jobs`` at a time.
+
+    Another process compiling the same is waited for.
+
+    Args:
+        time_limit: seconds for one kernel; 0 for none.
+
+    Raises:
+        CacheError: the cache cannot be written. Failed compiles are in the results.
+    """
+    found = [cache.read(plan.name, plan.key) for plan in plans]
+    results: list[KernelResult | None] = [KernelResult(plan, entry, cached=True) if entry else None for plan, entry in zip(plans, found, strict=True)]
+    todo = [number for number, result in enumerate(results) if result is None]
+    if todo:
+        cache.require_writable()
+        _Pool(plans, results, todo, cache, time_limit, progress).run(min(jobs, len(todo)))
+        with contextlib.suppress(FlexopsError):
+            cache.prune(keep=tuple(result.entry.directory for result in results if result and result.entry))
+    return [result or KernelResult(plan) for plan, result in zip(plans, results, strict=True)]
+
+
+def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """The architectures for which a cache has the code of all these kernels, by the CUDA version that made it. Looks at manifests only."""
+    wanted = set(names)
+    made: dict[tuple[str, str], set[str]] = {}
+    for entry in cache.entries((f"{family}-sm_", f"{family}-compute_")):
+        known = entry.manifest
+        if known.kernel in wanted:
+            made.setdefault((known.cuda_version, known.architectures[0]), set()).add(known.kernel)
+    complete: dict[str, list[str]] = {}
+    for (version, architecture), kernels in sorted(made.items()):
+        if kernels == wanted:
+            complete.setdefault(version, []).append(architecture)
+    return complete
+
+
+def choose_jobs(resources: Resources, max_jobs: int | None) -> int:
+    """How many compilers may run at once: bounded by processors, memory and the user."""
+    return max(1, min(resources.cpus, resources.memory_bytes // STEP_BYTES, max_jobs or resources.cpus))
+
+
+class _Pool:
+    """Threads that share a queue of plans; each has a compiler of its own."""
+
+    def __init__(
+        self,
+        plans: Sequence[KernelPlan],
+        results: list[KernelResult | None],
+        todo: list[int],
+        cache: BuildCache,
+        time_limit: float,
+        progress: Callable[[int, int, str], None] | None,
+    ) -> None:
+        self.plans, self.results, self.cache, self.time_limit, self.progress = plans, results, cache, time_limit, progress
+        self.total, self.done = len(todo), 0
+        self.queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in todo:
+            self.queue.put(number)
+        self.stopped = False
+        self.failure: BaseException | None = None
+        self.workers: list[_Worker] = []
+
+    def run(self, jobs: int) -> None:
+        if jobs == 1:
+            return self._one_thread()
+        threads = [threading.Thread(target=self._one_thread, daemon=True) for _ in range(jobs)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # in naps, so that Ctrl-C is heard
+        except BaseException:
+            self.stopped = True
+            for worker in self.workers:
+                worker.stop()
+            raise
+        if self.failure:
+            raise self.failure
+
+    def _one_thread(self) -> None:
+        worker: _Worker | None = None
+        try:
+            while not self.stopped:
+                try:
+                    number = self.queue.get_nowait()
+                except queue.Empty:
+                    return
+                plan = self.plans[number]
+                if worker is None or worker.compiler != plan.compiler or not worker.alive:
+                    worker = _Worker(plan.compiler)
+                    self.workers.append(worker)
+                self.results[number] = _single_flight(plan, self.cache, worker, self.time_limit)
+                self.done += 1
+                if self.progress:
+                    self.progress(self.done, self.total, plan.expression)
+        except BaseException as error:
+            self.failure, self.stopped = error, True
+            if threading.current_thread() is threading.main_thread():
+                raise
+        finally:
+            if worker:
+                worker.stop()
+
+
+def _single_flight(plan: KernelPlan, cache: BuildCache, worker: _Worker, time_limit: float) -> KernelResult:
+    started = time.monotonic()
+    with cache.lock(f"{plan.name}-{plan.key}"):
+        if entry := cache.read(plan.name, plan.key):
+            return KernelResult(plan, entry, cached=True)
+        try:
+            with cache.workspace() as workspace:
+                entry = _publish(plan, workspace / "kernel", cache, worker, time_limit)
+        except CompileError as error:
+            return KernelResult(plan, error=error)
+    return KernelResult(plan, entry, seconds=time.monotonic() - started)
+
+
+def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Worker, time_limit: float) -> Entry:
+    directory.mkdir()
+    code = directory / plan.file_name
+    symbol = worker.compile(plan, code, time_limit)
+    if any(digest != cache_key.file_digest(plan.include_dir / name.removeprefix("<csrc>/")) for name, digest in plan.files.items()):
+        raise CompileError(f"the headers of {plan.expression} changed while it was being compiled", fix="run it again")
+    manifest = Manifest(
+        name=plan.name,
+        key=plan.key,
+        base=plan.key,
+        device="cuda",
+        library=plan.file_name,
+        size=code.stat().st_size,
+        crc32=file_crc32(code),
+        torch_abi="",
+        cuda_version=plan.compiler.version.major_minor,
+        architectures=(str(plan.architecture),),
+        files=plan.files,
+        kernel=plan.expression,
+        symbol=symbol,
+        compiler=str(plan.compiler),
+    )
+    return cache.store(directory, manifest)
+
+
+# ---- compilers -----------------------------------------------------------------------------------------------------------------------------
+
+_OPTIONS = ("--std=c++17", "-diag-suppress=177")  # 177: declared and not used, in instantiations that need it not
+
+
+class _Worker:
+    """A child that compiles kernels, one after the other."""
+
+    def __init__(self, compiler: DeviceCompiler) -> None:
+        self.compiler = compiler
+        self.alive = True
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, plan: KernelPlan, output: Path, time_limit: float) -> str:
+        """Write the plan's code to ``output``; returns the symbol under which the driver knows the kernel. Raises ``CompileError``."""
+        answer = self._nvrtc(plan, output, time_limit) if self.compiler.kind == "nvrtc" else self._nvcc(plan, output, time_limit)
+        if "error" in answer:
+            raise _failed(plan, answer["error"], answer.get("log", ""))
+        return answer["symbol"]
+
+    def stop(self) -> None:
+        self.alive = False
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+                if stream:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+    def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
+        spelled = plan.architecture.capability.sm if plan.architecture.sass else plan.architecture.capability.compute
+        options = [f"--gpu-architecture={spelled}", *_OPTIONS, f"-I{plan.include_dir}"]
+        job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
+        if self.process is None:
+            command = [sys.executable, "-I", "-S", str(_WORKER), str(self.compiler.path), str(self.compiler.builtins)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+            line = _read_line(self.process.stdout, time_limit)
+        except BrokenPipeError:
+            line = b""
+        except TimeoutError:
+            self.stop()
+            raise _failed(plan, f"it was not done after {time_limit:.0f} s", "", fix="FLEXOPS_COMPILE_TIMEOUT=0 waits for ever") from None
+        if line:
+            answer: dict[str, str] = json.loads(line)
+            return answer
+        returncode = self.process.wait()
+        said = self.process.stderr.read().decode(errors="replace") if self.process.stderr else ""
+        self.stop()
+        return {"error": f"the compiler was ended by signal {-returncode}" if returncode < 0 else f"the compiler ended with status {returncode}", "log": said}
+
+    def _nvcc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
+        source = output.with_suffix(".cu")
+        source.write_text(f"{plan.source}const void* flexops_kernel() {{ return reinterpret_cast<const void*>(&{plan.expression}); }}\n", encoding="utf-8")
+        capability = plan.architecture.capability
+        spelled = ["-cubin", f"-arch={capability.sm}"] if plan.architecture.sass else ["-ptx", f"-arch={capability.compute}"]
+        command = [str(self.compiler.path), *spelled, "-std=c++17", "-diag-suppress=177", f"-I{plan.include_dir}", "-o", str(output), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit or None, stdin=subprocess.DEVNULL, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"it was not done after {time_limit:.0f} s"}
+        finally:
+            source.unlink(missing_ok=True)
+        if done.returncode:
+            return {"error": f"nvcc ended with status {done.returncode}", "log": done.stdout + done.stderr}
+        return {"symbol": _symbol_in(output)}
+
+
+def _read_line(stream: IO[bytes], time_limit: float) -> bytes:
+    """A line of a pipe that nothing else reads; raises ``TimeoutError``."""
+    deadline, line = time.monotonic() + time_limit if time_limit else None, b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([stream], [], [], 0.2 if deadline is None else max(0.0, min(0.2, deadline - time.monotonic())))
+        if ready:
+            piece = os.read(stream.fileno(), 1 << 16)
+            if not piece:
+                return b""
+            line += piece
+        elif deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError
+    return line
+
+
+def _symbol_in(code: Path) -> str:
+    """The one kernel's symbol in a cubin, or in PTX."""
+    content = code.read_bytes()
+    found = re.search(rb"\.text\.([\w$.]+)\0", content) or re.search(rb"\.entry ([\w$]+)", content)
+    return found[1].decode() if found else ""
+
+
+def _failed(plan: KernelPlan, error: str, log: str, fix: str = "mend the line named above") -> CompileError:
+    lines = [line for line in log.splitlines() if re.search(r"\berror\b", line)]
+    found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:6])
+    where = f"{plan.architecture.capability.sm} with {plan.compiler} ({plan.compiler.path})"
+    return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix if lines else "flexops doctor" if fix.startswith("mend") else fix)
+
+
+# ---- headers -------------------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _defining_header(sources: tuple[str, ...], kernel: str, csrc: str) -> str:
+    """The header, relative to csrc, that defines a kernel; "" if none does that the sources reach."""
+    for source in sources:
+        for header in _reached(source, csrc):
+            with open(os.path.join(csrc, header), encoding="utf-8") as stream:
+                if re.search(rf"__global__\s[^;{{]*\b{kernel}\s*(?:<\w+>)?\(", stream.read()):
+                    return header
+    return ""
+
+
+@functools.cache
+def _reached(source: str, csrc: str) -> tuple[str, ...]:
+    path = os.path.join(csrc, source)
+    with open(path, encoding="utf-8") as stream:
+        found = includes.own_headers(stream.read(), os.path.dirname(path), [csrc])
+    return tuple(os.path.relpath(name, csrc) for name in found)

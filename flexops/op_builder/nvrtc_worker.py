@@ -1,0 +1,67 @@
+"""A child process that compiles with NVRTC: a crash, a hang or a lack of memory is then its own. Run as a script, by ``device_code``.
+
+    python -I -S nvrtc_worker.py LIBNVRTC BUILTINS
+
+Reads jobs from standard input, one JSON object a line, and answers each with one line:
+
+    {"source": "...", "expression": "flexops::rope::rotate<float>", "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE"}
+    {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}         the code is in FILE
+    {"error": "...", "log": "..."}
+
+NVRTC holds a lock while it compiles, so what shall run at the same time runs in several of these.
+"""
+
+import ctypes
+import json
+import sys
+
+
+class Nvrtc:
+    def __init__(self, library: str, builtins: str) -> None:
+        ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(library)
+        self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def compile(self, job: dict[str, object]) -> dict[str, str]:
+        lib, program = self.library, ctypes.c_void_p()
+        source, expression, options = str(job["source"]).encode(), str(job["expression"]).encode(), [str(option).encode() for option in job["options"]]  # type: ignore[attr-defined]
+        self._check(lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None))
+        try:
+            self._check(lib.nvrtcAddNameExpression(program, expression))
+            status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+            log = self._get("ProgramLog", program).decode(errors="replace").rstrip("\0\n")
+            if status:
+                return {"error": lib.nvrtcGetErrorString(status).decode(), "log": log}
+            symbol = ctypes.c_char_p()
+            self._check(lib.nvrtcGetLoweredName(program, expression, ctypes.byref(symbol)))
+            with open(str(job["output"]), "wb") as stream:
+                stream.write(self._get("PTX" if job["ptx"] else "CUBIN", program))
+            return {"symbol": (symbol.value or b"").decode(), "log": log}
+        finally:
+            lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _get(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self.library.nvrtcGetErrorString(status).decode())
+
+
+def main() -> None:
+    nvrtc = None
+    for line in sys.stdin:
+        try:
+            nvrtc = nvrtc or Nvrtc(sys.argv[1], sys.argv[2])
+            answer = nvrtc.compile(json.loads(line))
+        except (OSError, RuntimeError) as error:
+            answer = {"error": str(error), "log": ""}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

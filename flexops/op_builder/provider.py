@@ -1,0 +1,202 @@
+"""Gives a library the kernels that it launches, at the first launch of each on a GPU: compiled at install, from the cache, or compiled now.
+
+The library calls in here from C++ (``obtain`` in ``csrc/common/launch.h``), on whatever thread launches; afterwards it keeps the kernel's handle
+and no Python runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _fork, settings, toolchain
+from ..compute_capability import ComputeCapability
+from ..errors import FlexopsError, NativeUnavailableError
+from ..toolchain.model import Version
+from . import device_code, layout, loader
+from .cache import Entry, read_entry
+from .manifest import Refusal
+from .spec import OpSpec
+
+if TYPE_CHECKING:
+    from ..compute_capability import Architecture
+    from ..toolchain.nvrtc import DeviceCompiler
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
+_Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+
+_lock = _fork.Lock()
+_kept: list[Any] = []  # callbacks: C++ holds their addresses
+
+
+class Driver:
+    """What is called of libcuda.so.1."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def capability(self, device: int) -> ComputeCapability:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self.library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device))
+        self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
+        return ComputeCapability(major.value, minor.value)
+
+    def cuda(self) -> Version:
+        """The newest CUDA version that this driver supports."""
+        version = ctypes.c_int()
+        self._check(self.library.cuDriverGetVersion(ctypes.byref(version)))
+        return Version((version.value // 1000, version.value % 1000 // 10))
+
+    def load(self, code: bytes, symbol: str) -> int:
+        """A CUkernel: valid on every GPU that can run the code, each of which loads it at its first launch."""
+        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
+        self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
+        return kernel.value or 0
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError((text.value or b"unknown error").decode())
+
+
+@functools.cache
+def driver() -> Driver:
+    return Driver()
+
+
+def attach(library: Path, spec: OpSpec) -> None:
+    """Let a library that is loaded ask for its kernels."""
+    handles: dict[tuple[bytes, ComputeCapability], int] = {}
+
+    def provide(name: bytes, device: int, error: int, error_size: int) -> int | None:
+        try:
+            capability = driver().capability(device)
+            with _lock.held():
+                known = handles.get((name, capability))
+                if known is None:
+                    known = handles[name, capability] = _load(spec, device_code.expression_of(name), capability)
+            return known
+        except Exception as problem:  # whatever it is, C++ must hear of it
+            text = str(problem).encode(errors="replace")[: error_size - 1] + b"\0"
+            ctypes.memmove(error, text, len(text))
+            return None
+
+    callback = _Callback(provide)
+    _kept.append(callback)
+    ctypes.CDLL(str(library)).flexops_set_provider(callback)
+
+
+def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...]) -> Refusal | None:
+    """None if every kernel of a library is compiled already for every GPU here; else how many are not."""
+    names = device_code.names_in(library)
+    for capability in capabilities:
+        lacking = sum(next(_ready(spec, name, [*machine_code(capability), *ptx(capability)], []), None) is None for name in names)
+        if lacking:
+            fix = f'flexops build {spec.name} --arch "{capability}"'
+            return Refusal(f"{lacking} of the {len(names)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
+    return None
+
+
+def machine_code(capability: ComputeCapability) -> Iterator[str]:
+    """The architectures whose machine code runs on a GPU, as artifacts are named, best first: its own, and older ones of its major."""
+    yield f"{capability.sm}a"
+    yield from (f"sm_{capability.major}{minor}" for minor in range(capability.minor, -1, -1))
+
+
+def ptx(capability: ComputeCapability) -> Iterator[str]:
+    """The architectures whose PTX the driver can compile for a GPU, the newest first."""
+    rules = toolchain.compat.rules()
+    known = rules.capabilities(rules.toolkits[-1])
+    yield from (one.compute for one in reversed(known) if not one.suffix and one <= capability)
+
+
+def _load(spec: OpSpec, expression: str, capability: ComputeCapability) -> int:
+    refusals: list[Refusal] = []
+    for entry in _entries(spec, expression, capability, refusals):
+        try:
+            return driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
+        except (OSError, RuntimeError) as error:
+            refusals.append(Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
+    fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
+    found = "; ".join(refusal.reason for refusal in refusals)
+    raise NativeUnavailableError(f"flexops has no code of the kernel {expression} for a GPU of capability {capability}", found=found, fix=fix)
+
+
+def _entries(spec: OpSpec, expression: str, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+    """Code to try, best first; what is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first, comes last."""
+    yield from _ready(spec, expression, machine_code(capability), refusals)
+    if settings.current().jit:
+        yield from _compiled(spec, expression, capability, refusals)
+    else:
+        refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", f'flexops build {spec.name} --arch "{capability}"'))
+    yield from _ready(spec, expression, ptx(capability), refusals)
+
+
+def _ready(spec: OpSpec, expression: str, architectures: Iterable[str], refusals: list[Refusal]) -> Iterator[Entry]:
+    """What was compiled before, from these very sources, for one of these architectures: at install, or in the cache."""
+    cache = loader.open_cache(settings.current())
+    usable = not cache.problem()
+    for architecture in architectures:
+        name = device_code.artifact_name(spec.name, architecture, expression)
+        entry, damage = read_entry(layout.aot_root() / name)
+        if damage:
+            refusals.append(damage)
+        for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
+            if refusal := loader.stale(one) or _too_new(one):
+                refusals.append(refusal)
+            elif one is entry:
+                yield one
+            else:
+                whole, refusal = cache.verified(one)
+                refusals.extend([refusal] if refusal else [])
+                if whole:
+                    yield whole
+
+
+def _compiled(spec: OpSpec, expression: str, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+    chosen = settings.current()
+    try:
+        choice = compiler_for(chosen, (capability,))
+        for note in choice.notes:
+            logging.getLogger("flexops").warning("%s", note)
+        plan = device_code.plan_kernel(spec.name, spec.cuda_sources, expression, choice.architectures[0], choice.compiler, layout.csrc_root())
+        yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
+    except FlexopsError as error:
+        refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
+
+
+def _too_new(entry: Entry) -> Refusal | None:
+    """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own version or an older one."""
+    made, runs = Version.parse(entry.manifest.cuda_version), driver().cuda()
+    if made > runs if entry.manifest.library.endswith(".ptx") else made.major > runs.major:
+        return Refusal(f"{entry.library} is of CUDA {made}, the driver runs CUDA {runs}", "update the driver, or take a torch of an older CUDA")
+    return None
+
+
+class Choice(NamedTuple):
+    """What compiles kernels here, and for which architectures."""
+
+    compiler: DeviceCompiler
+    architectures: tuple[Architecture, ...]
+    notes: tuple[str, ...]
+
+
+def compiler_for(chosen: settings.Settings, capabilities: tuple[ComputeCapability, ...], *, asked: str | None = None) -> Choice:
+    """The device compiler of this machine, and what it makes for these GPUs, or for the list of architectures that was asked for.
+
+    Raises:
+        ToolchainError: there is none that matches torch.
+        ArchitectureError: it can make nothing that would serve.
+    """
+    found = toolchain.device_compiler(chosen)
+    if found.taken is None:
+        raise toolchain.no_device_compiler(found, toolchain.torch_build())
+    compiler = found.taken.value
+    resolved = toolchain.architectures.resolve(asked, compiler.version, detected=capabilities, known=toolchain.compat.rules())
+    return Choice(compiler, resolved.architectures, found.notes + resolved.notes)

@@ -1,0 +1,313 @@
+"""Kernels through NVRTC, as they are compiled at install and at first use. Needs no GPU and no toolkit.
+
+Of every family and every kernel that its library names: nothing is listed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexops import settings, toolchain
+from flexops.compute_capability import ComputeCapability, parse_arch_list
+from flexops.errors import CompileError, ToolchainError
+from flexops.op_builder import catalog, device_code, layout, loader, provider
+from flexops.op_builder.aot import build_specs
+from flexops.op_builder.cache import BuildCache
+from flexops.toolchain import nvrtc
+from flexops.toolchain.context import SearchContext
+from flexops.toolchain.installed_torch import package_dirs
+from flexops.toolchain.nvrtc import DeviceCompiler
+
+CSRC = layout.csrc_root()
+SPECS = {spec.name: spec for spec in catalog.CATALOG}
+OLDEST, NEWEST = (12, 1), (13, 0)
+"""The CUDA versions whose NVRTC the test environment has: of the oldest pinned toolkit, and of the tests' nvcc."""
+
+
+@pytest.fixture(scope="module")
+def compilers() -> dict[tuple[int, int], DeviceCompiler]:
+    found = nvrtc.find(SearchContext(site_dirs=package_dirs(())))
+    return {(one.value.version.major, one.value.version.minor): one.value for one in found.usable}
+
+
+@pytest.fixture(scope="module")
+def compiler(compilers: dict[tuple[int, int], DeviceCompiler], require: Any) -> DeviceCompiler:
+    require(NEWEST in compilers, "NVRTC 13.0", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
+    return compilers[NEWEST]
+
+
+@pytest.fixture(scope="module")
+def libraries(host_compiler: Any) -> dict[str, Path]:
+    """Every family's library for CUDA: host code, built without a toolkit."""
+    assert host_compiler
+    results = build_without_kernels()
+    return {name: result.require().library for name, result in results.items()}
+
+
+def build_without_kernels() -> dict[str, Any]:
+    from flexops.op_builder import builder
+
+    chosen = settings.current()
+    plans = [loader.local_plan(spec, "cuda", chosen) for spec in catalog.CATALOG]
+    return dict(zip(SPECS, builder.obtain(plans, loader.open_cache(chosen)), strict=True))
+
+
+def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope") -> device_code.KernelPlan:
+    return device_code.plan_kernel(family, SPECS[family].cuda_sources, expression, parse_arch_list(architecture)[0], compiler, CSRC)
+
+
+ROTATE = "flexops::rope::rotate<float>"
+
+
+@pytest.mark.parametrize(("version", "architecture"), [(OLDEST, "8.0"), (NEWEST, "9.0")])
+@pytest.mark.parametrize("family", SPECS)
+def test_every_kernel_that_a_library_names_compiles(
+    family: str, version: tuple[int, int], architecture: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
+) -> None:
+    require(version in compilers, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
+    names = device_code.names_in(libraries[family])
+    assert names
+    plans = [plan(name, compilers[version], architecture, family) for name in names]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    for result in device_code.obtain(plans, loader.open_cache(settings.current()), jobs=jobs, time_limit=120):
+        entry = result.require()
+        code = entry.library.read_bytes()
+        assert code[:4] == b"\x7fELF"
+        assert f".text.{entry.manifest.symbol}\0".encode() in code
+        assert entry.manifest.kernel == result.plan.expression
+        assert entry.manifest.compiler == f"NVRTC {version[0]}.{version[1]}"
+
+
+def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
+    """What headers define as kernels, launchers launch; and the other way round the compiler sees to it."""
+    launched = {re.sub(r"<.*", "", name) for library in libraries.values() for name in device_code.names_in(library)}
+    defined = set()
+    for header in CSRC.glob("*/*.cuh"):
+        text = header.read_text()
+        for match in re.finditer(r"__global__ void (?:__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*)?(\w+)(?:<\w+>)?\(", text):
+            namespace = re.findall(r"^namespace ([\w:]+) \{", text[: match.start()], re.MULTILINE)
+            defined.add(f"{namespace[-1] if namespace else ''}::{match[1]}")
+    assert defined - launched <= {"flexops::doctor::square"}
+    assert launched <= defined
+
+
+def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(libraries: dict[str, Path]) -> None:
+    for library in libraries.values():
+        content = library.read_bytes()
+        assert b".nv_fatbin" not in content
+        assert b"cudart" not in content
+        needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+        assert not re.search(r"NEEDED.*(cuda|nvrtc)", needed)
+
+
+def test_the_names_of_clang_are_read_as_well() -> None:
+    gcc = b"constexpr const char* flexops::detail::kernel_name() [with auto function = flexops::rope::rotate<float>]\0"
+    clang = b"const char *flexops::detail::kernel_name() [function = &flexops::rope::rotate<float>]\0"
+    assert {device_code.expression_of(name) for name in (gcc, clang)} == {ROTATE}
+
+
+def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    cache = BuildCache(tmp_path)
+    first, again = (device_code.obtain([plan(ROTATE, compiler)], cache)[0] for _ in range(2))
+    assert not first.cached
+    assert again.cached
+    assert first.require().directory == again.require().directory
+    assert "<csrc>/rope/rope.cuh" in first.plan.files
+    assert "<csrc>/common/elements.cuh" in first.plan.files
+    assert not any("softmax" in name for name in first.plan.files)
+
+
+def test_what_decides_about_the_code_is_in_its_key(compilers: dict[tuple[int, int], DeviceCompiler], compiler: DeviceCompiler) -> None:
+    plans = [plan(ROTATE, compiler), plan("flexops::rope::rotate<flexops::f16>", compiler), plan(ROTATE, compiler, "8.0"), plan(ROTATE, compiler, "compute_90")]
+    plans.append(plan(ROTATE, compiler._replace(identity="NVRTC 13.0 of 1 bytes")))
+    assert len({one.key for one in plans}) == len(plans)
+    elsewhere = compiler._replace(path=Path("/elsewhere/libnvrtc.so.13"), builtins=Path("/elsewhere/libnvrtc-builtins.so.13.0"))
+    assert plan(ROTATE, elsewhere).key == plans[0].key
+
+
+def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    """The driver compiles it there; the note says so."""
+    choice = toolchain.architectures.resolve(None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules())
+    assert [str(one) for one in choice.architectures][0].startswith("compute_")
+    assert "newer than" in choice.notes[0]
+    one = device_code.plan_kernel("rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC)
+    entry = device_code.obtain([one], BuildCache(tmp_path))[0].require()
+    assert f".entry {entry.manifest.symbol}" in entry.library.read_text()
+
+
+def test_code_of_one_architecture_serves_the_gpus_that_can_run_it() -> None:
+    assert list(provider.machine_code(ComputeCapability(8, 9)))[:2] == ["sm_89a", "sm_89"]
+    assert "sm_80" in list(provider.machine_code(ComputeCapability(8, 9)))
+    assert "sm_90" not in list(provider.machine_code(ComputeCapability(8, 9)))
+    assert next(provider.ptx(ComputeCapability(9, 0))) == "compute_90"
+
+
+# ---- bad days ------------------------------------------------------------------------------------------------------------------------------
+
+
+def csrc_with(folder: Path, body: str) -> Path:
+    """A family of one kernel."""
+    (folder / "odd").mkdir(parents=True)
+    (folder / "odd" / "odd.cuh").write_text(f"#pragma once\nnamespace odd {{\n__global__ void kernel(const float* x, float* out) {{\n{body}\n}}\n}}\n")
+    (folder / "odd" / "odd_cuda.cpp").write_text('#include "odd/odd.cuh"\n')
+    return folder
+
+
+def odd_plan(csrc: Path, compiler: DeviceCompiler, architecture: str = "9.0") -> device_code.KernelPlan:
+    return device_code.plan_kernel("odd", ("odd/odd_cuda.cpp",), "odd::kernel", parse_arch_list(architecture)[0], compiler, csrc)
+
+
+def failure(result: device_code.KernelResult) -> str:
+    with pytest.raises(CompileError) as caught:
+        result.require()
+    return str(caught.value)
+
+
+def test_an_error_names_the_kernel_the_line_and_the_compiler(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    csrc = csrc_with(tmp_path / "csrc", "out[0] = nothing_of_that_name;")
+    said = failure(device_code.obtain([odd_plan(csrc, compiler)], BuildCache(tmp_path / "cache"))[0])
+    assert "odd::kernel" in said
+    assert "odd.cuh(4): error" in said
+    assert "nothing_of_that_name" in said
+    assert "sm_90 with NVRTC 13.0" in said
+
+
+def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    cache = BuildCache(tmp_path / "cache")
+    one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
+    worker = tmp_path / "worker.py"
+    for body, said in (("import time; time.sleep(60)", "not done after 1 s"), ("import os; os.kill(os.getpid(), 9)", "signal 9"), ("import os; os._exit(3)", "status 3")):
+        worker.write_text(body)
+        original, device_code._WORKER = device_code._WORKER, worker
+        try:
+            result = device_code.obtain([one], cache, time_limit=1)[0]
+        finally:
+            device_code._WORKER = original
+        assert said in failure(result)
+        assert "odd::kernel" in failure(result)
+    assert device_code.obtain([one], cache, time_limit=60)[0].entry, "nothing is left of it"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(), "libnvrtc-builtins is not beside it"),
+        (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
+    ],
+)
+def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path: Path, break_it: Any, said: str) -> None:
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (folder / name).write_bytes(b"")
+    context = SearchContext(site_dirs=(str(tmp_path),), root=str(tmp_path / "none"))
+    assert [one.value.version.parts for one in nvrtc.find(context).usable] == [(13, 0)]
+    break_it(folder)
+    search = nvrtc.find(context)
+    assert not search.usable
+    assert [one.reason for one in search.rejected] == ([said] if said else [])
+
+
+def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (tmp_path / name).write_bytes(b"not a library")
+    broken = DeviceCompiler("nvrtc", tmp_path / "libnvrtc.so.13", toolchain.compat.Version((13, 0)), "broken", tmp_path / "libnvrtc-builtins.so.13.0")
+    said = failure(device_code.obtain([plan(ROTATE, broken)], BuildCache(tmp_path / "cache"))[0])
+    assert ROTATE in said
+    assert "libnvrtc-builtins.so.13.0" in said
+
+
+def test_of_several_the_one_of_torchs_own_version_is_taken(compilers: dict[tuple[int, int], DeviceCompiler]) -> None:
+    from builds import OLD_TORCH, TORCH
+
+    found = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    known = toolchain.compat.rules()
+    for torch, version in ((TORCH, NEWEST), (OLD_TORCH, OLDEST), (TORCH._replace(cuda=None), NEWEST)):
+        choice = nvrtc.choose(found, torch, known)
+        assert choice.value
+        assert choice.value.version.parts == version
+    refused = nvrtc.choose(found, OLD_TORCH, known).rejected
+    assert any("another major" in one.reason for one in refused)
+
+
+def test_where_there_is_no_compiler_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from builds import OLD_TORCH
+    from flexops.toolchain.select import Choice
+
+    monkeypatch.setattr(toolchain, "device_compiler", lambda chosen: Choice(None, (), (), ("nowhere",)))
+    monkeypatch.setattr(toolchain, "torch_build", lambda: OLD_TORCH)
+    with pytest.raises(ToolchainError) as caught:
+        provider.compiler_for(settings.current(), ())
+    assert "nvidia-cuda-nvrtc-cu12==12.1.*" in caught.value.fix
+
+
+def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    cache, one = BuildCache(tmp_path), plan(ROTATE, compiler)
+    entry = device_code.obtain([one], cache)[0].require()
+    whole = entry.library.read_bytes()
+    entry.library.write_bytes(whole[: len(whole) // 2])
+    result = device_code.obtain([one], cache)[0]
+    assert not result.cached
+    assert result.require().library.read_bytes() == whole
+
+
+def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from flexops.op_builder import device_code, catalog, layout; from flexops.op_builder.cache import BuildCache\n"
+        "from flexops.toolchain.nvrtc import DeviceCompiler; from flexops.toolchain.version import Version\n"
+        "from flexops.compute_capability import parse_arch_list\n"
+        f"compiler = DeviceCompiler('nvrtc', Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r}, Path({str(compiler.builtins)!r}))\n"
+        f"plan = device_code.plan_kernel('rope', catalog.find('rope').cuda_sources, {ROTATE!r}, parse_arch_list('9.0')[0], compiler, layout.csrc_root())\n"
+        f"print(device_code.obtain([plan], BuildCache(Path({str(tmp_path)!r})))[0].cached)\n"
+    )
+    from builds import child_environment
+
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=child_environment()) for _ in range(3)]
+    said = sorted(child.communicate(timeout=120)[0].strip() for child in children)
+    assert said == ["False", "True", "True"]
+
+
+def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    csrc = csrc_with(tmp_path / "csrc", "out[0] = x[0];")
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)")
+    plans = [odd_plan(csrc, compiler, architecture) for architecture in ("8.0", "9.0")]
+
+    def interrupt() -> None:
+        while not (tmp_path / "pid").exists() or len((tmp_path / "pid").read_text().split()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    original, device_code._WORKER = device_code._WORKER, worker
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=2)
+    finally:
+        device_code._WORKER = original
+    time.sleep(0.3)
+    for pid in (tmp_path / "pid").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_nvcc_is_the_second_provider_of_the_same_code(tmp_path: Path, nvcc_toolkit: Any, compiler: DeviceCompiler) -> None:
+    other = nvrtc.from_nvcc(nvcc_toolkit)
+    ours, theirs = (device_code.obtain([plan(ROTATE, one)], BuildCache(tmp_path))[0].require() for one in (compiler, other))
+    assert ours.manifest.symbol == theirs.manifest.symbol
+    assert theirs.manifest.compiler.startswith("nvcc")
+    ptx = [device_code.obtain([plan(ROTATE, one, "compute_90")], BuildCache(tmp_path))[0].require() for one in (compiler, other)]
+    instructions = [[line.split("//")[0].strip() for line in entry.library.read_text().splitlines() if line.startswith("\t")] for entry in ptx]
+    opcodes = [[line.split()[0] for line in lines if line and not line.startswith((".", "//"))] for lines in instructions]
+    assert opcodes[0] == opcodes[1]
