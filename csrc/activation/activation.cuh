@@ -53,14 +53,14 @@ namespace flexops::activation {
 
 // Not Cache::streaming, though each byte is touched once: where the second-level cache is full of what other kernels left there, lines that
 // are to be evicted first have little room in it, and that costs 5 %.
-constexpr Cache kLoad = Cache::FLEXOPS_ACT_LOAD, kStore = Cache::FLEXOPS_ACT_STORE;
-constexpr int kThreads = FLEXOPS_ACT_THREADS;
-constexpr int kRows = FLEXOPS_ACT_ROWS, kBackwardRows = FLEXOPS_ACT_BACKWARD_ROWS;  // of a thread: loads in flight
-constexpr int kGatedRows = FLEXOPS_ACT_GATED_ROWS, kGatedBackwardRows = FLEXOPS_ACT_GATED_BACKWARD_ROWS;
-constexpr int kSumThreads = FLEXOPS_ACT_SUM_THREADS;  // with a bias's gradient: at most
-constexpr int kSumRows = FLEXOPS_ACT_SUM_ROWS;        // of a thread, at once
-constexpr int kSumBlocks = FLEXOPS_ACT_SUM_BLOCKS;    // a multiprocessor
-constexpr int kTotalColumns = 32, kTotalThreads = 256;
+inline constexpr Cache kLoad = Cache::FLEXOPS_ACT_LOAD, kStore = Cache::FLEXOPS_ACT_STORE;
+inline constexpr int kThreads = FLEXOPS_ACT_THREADS;
+inline constexpr int kRows = FLEXOPS_ACT_ROWS, kBackwardRows = FLEXOPS_ACT_BACKWARD_ROWS;  // of a thread: loads in flight
+inline constexpr int kGatedRows = FLEXOPS_ACT_GATED_ROWS, kGatedBackwardRows = FLEXOPS_ACT_GATED_BACKWARD_ROWS;
+inline constexpr int kSumThreads = FLEXOPS_ACT_SUM_THREADS;  // with a bias's gradient: at most
+inline constexpr int kSumRows = FLEXOPS_ACT_SUM_ROWS;        // of a thread, at once
+inline constexpr int kSumBlocks = FLEXOPS_ACT_SUM_BLOCKS;    // a multiprocessor
+inline constexpr int kTotalColumns = 32, kTotalThreads = 256;
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -70,8 +70,8 @@ struct Function {
   bool erf;
 };
 
-constexpr float kLog2E = 1.44269504f;
-constexpr float kFar = 100.0f;  // x^2 from where on sigmoid(t) is 0 or 1; keeps b * x^2 finite
+inline constexpr float kLog2E = 1.44269504f;
+inline constexpr float kFar = 100.0f;  // x^2 from where on sigmoid(t) is 0 or 1; keeps b * x^2 finite
 
 /// exp(x) if accurate; else 2^x, whose arguments the caller has scaled.
 template <bool kAccurate>
@@ -86,7 +86,7 @@ FLEXOPS_DEVICE float power(float x) {
 #endif
 }
 template <bool kAccurate>
-constexpr float kScale = kAccurate ? 1.0f : kLog2E;
+inline constexpr float kScale = kAccurate ? 1.0f : kLog2E;
 
 template <bool kAccurate>
 FLEXOPS_DEVICE float quotient(float x, float by) {
@@ -191,7 +191,7 @@ struct AnyHalf {
 };
 
 template <typename T>
-constexpr bool kIsAccurate = sizeof(T) != 2;  // AnyElement's too
+inline constexpr bool kIsAccurate = sizeof(T) != 2;  // AnyElement's too
 
 template <typename T, int N>
 FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<T, N>& in, ElementType) {

@@ -25,8 +25,9 @@ typename adagrad::Rule<general>::Shared make_shared(const AdagradOptions& o) {
 template <bool general>
 void step_rows(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
   using Rule = adagrad::Rule<general>;
-  multi::launch_rows<Rule>(kernel<adagrad::adagrad_kernel<general>>, rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [&](int64_t i, int) { return rows[i].step; }, stream);
+  multi::launch_rows<Rule>(
+      kernel<adagrad::adagrad_kernel<general>>, rows, count, make_shared<general>(options),
+      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 
 }  // namespace

@@ -13,8 +13,10 @@ namespace {
 template <bool general>
 void step_rows(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
   using Rule = adam::Rule<general>;
-  multi::launch_rows<Rule>(kernel<adam::adam_kernel<general>>, rows, count, adam::make_numbers(options), [&](int64_t i) { return multi::needs_general<adam::Rule<true>>(rows[i]) == general; },
-      [&](int64_t i, int) { return rows[i].step; }, stream);
+  multi::launch_rows<Rule>(
+      kernel<adam::adam_kernel<general>>, rows, count, adam::make_numbers(options),
+      [&](int64_t i) { return multi::needs_general<adam::Rule<true>>(rows[i]) == general; }, [&](int64_t i, int) { return rows[i].step; },
+      stream);
 }
 
 }  // namespace

@@ -24,11 +24,11 @@ namespace flexops::adam8bit {
 #define FLEXOPS_ADAM8BIT_BLOCKS 7
 #endif
 
-constexpr int kBlock = 256;                                    // elements that share a scale
-constexpr int kVectors = kBlock / kWarpSize / multi::kVector;  // of a lane
-constexpr int kLaneElements = kVectors * multi::kVector;
-constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;
-constexpr float kLess = 1.0f - 1.0f / (1 << 23);  // so that rounding never makes a power larger than the most
+inline constexpr int kBlock = 256;                                    // elements that share a scale
+inline constexpr int kVectors = kBlock / kWarpSize / multi::kVector;  // of a lane
+inline constexpr int kLaneElements = kVectors * multi::kVector;
+inline constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;
+inline constexpr float kLess = 1.0f - 1.0f / (1 << 23);  // so that rounding never makes a power larger than the most
 
 template <bool general>
 struct Rule {
@@ -93,7 +93,7 @@ struct Factors : adam::Factors {
   }
 };
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: x + kMagic has x, as an integer, in its low bits
+inline constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: x + kMagic has x, as an integer, in its low bits
 
 /// Byte i of four, less `zero`, as a float.
 template <int zero>
@@ -116,7 +116,7 @@ FLEXOPS_DEVICE float floor_with_magic(float x) {
 
 // The codes of an element, in the low bytes of two words. factor: the largest power over the block's scale; random: of 16 bits. With c the
 // lower of two codes, p(c) its power and r random in [0, 1), the code is the upper one if power - p(c) > r (p(c + 1) - p(c)).
-constexpr float kBit = 1.0f / 65536.0f;
+inline constexpr float kBit = 1.0f / 65536.0f;
 
 FLEXOPS_DEVICE u32 encode1(float exp_avg, float factor, float random) {
   const float power = fabsf(exp_avg) * factor, low = floor_with_magic(approximate_sqrt(power)) - kMagic;

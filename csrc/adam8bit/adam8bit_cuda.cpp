@@ -13,7 +13,9 @@ namespace {
 template <bool general>
 void step_rows(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
   using Rule = adam8bit::Rule<general>;
-  multi::launch_rows<Rule>(kernel<adam8bit::adam8bit_kernel<general>>, rows, count, adam::make_numbers(options), [&](int64_t i) { return multi::needs_general<adam8bit::Rule<true>>(rows[i]) == general; },
+  multi::launch_rows<Rule>(
+      kernel<adam8bit::adam8bit_kernel<general>>, rows, count, adam::make_numbers(options),
+      [&](int64_t i) { return multi::needs_general<adam8bit::Rule<true>>(rows[i]) == general; },
       [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 

@@ -21,8 +21,9 @@
 #define FLEXOPS_GRID_CONSTANT
 #endif
 
-/// The most bytes of parameters that a kernel may take. CUDA allows 32764 (from 12.1 and sm_70 on), but ptxas 13.0 wraps the offset of an indexed read that lies 32
-/// KiB or more into the constant bank, of which the parameters have what follows the first 0x210 (sm_90) or 0x380 (sm_100) bytes.
+/// The most bytes of parameters that a kernel may take. CUDA allows 32764 (from 12.1 and sm_70 on), but ptxas 13.0 wraps the offset of an
+/// indexed read that lies 32 KiB or more into the constant bank, of which the parameters have what follows the first 0x210 (sm_90) or 0x380
+/// (sm_100) bytes.
 #if !FLEXOPS_HIP
 #define FLEXOPS_KERNEL_PARAMETER_BYTES (32768 - 1024)
 #else
@@ -43,11 +44,11 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the wid
 
 /// Lanes of a warp (wavefront): 32 on NVIDIA; 64 on AMD's gfx9, 32 on its others.
 #if FLEXOPS_HIP && defined(__AMDGCN_WAVEFRONT_SIZE__)
-constexpr int kWarpSize = __AMDGCN_WAVEFRONT_SIZE__;
+inline constexpr int kWarpSize = __AMDGCN_WAVEFRONT_SIZE__;
 #elif FLEXOPS_HIP && !defined(__GFX10__) && !defined(__GFX11__) && !defined(__GFX12__)
-constexpr int kWarpSize = 64;
+inline constexpr int kWarpSize = 64;
 #else
-constexpr int kWarpSize = 32;
+inline constexpr int kWarpSize = 32;
 #endif
 
 /// Bit patterns, without <cstring>.

@@ -35,7 +35,7 @@ using Elements = Vec<typename detail::Stored<T>::type, N>;
 
 /// How many elements make 16 bytes.
 template <typename T>
-constexpr int kPerVector = sizeof(T) == 4 ? 4 : 8;
+inline constexpr int kPerVector = sizeof(T) == 4 ? 4 : 8;
 template <>
 inline constexpr int kPerVector<AnyElement> = 1;
 

@@ -29,7 +29,7 @@ struct e5m2 {
 };
 
 template <typename T>
-constexpr float kLargest = 127.0f;
+inline constexpr float kLargest = 127.0f;
 template <>
 inline constexpr float kLargest<e4m3> = 448.0f;
 template <>

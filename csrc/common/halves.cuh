@@ -6,7 +6,7 @@
 
 namespace flexops::rows {
 
-constexpr Type kHalf = kBf16;
+inline constexpr Type kHalf = kBf16;
 
 /// A vector's elements as floats. For kF32, `is_f16` is false.
 template <Type type>

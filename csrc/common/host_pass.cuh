@@ -1,5 +1,5 @@
-// Device code as a plain C++ compiler reads it, for launchers: it checks the code and a launcher's calls, and emits none of it. What CUDA has
-// beyond C++ is declared here and defined nowhere. By way of device.cuh.
+// Device code as a plain C++ compiler reads it, for launchers: it checks the code and a launcher's calls, and emits none of it. What CUDA
+// has beyond C++ is declared here and defined nowhere. By way of device.cuh.
 #pragma once
 
 #include <math.h>

@@ -92,8 +92,7 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
 }
 
 using GpuAttribute = hipDeviceAttribute_t;
-constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount,
-                       kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
+constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount, kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
                        kSharedOfProcessor = hipDeviceAttributeMaxSharedMemoryPerMultiprocessor;
 
 inline int gpu_attribute(GpuAttribute which) {
@@ -115,9 +114,9 @@ struct alignas(8) DriverLaunchAttribute {
   int id, padding;
   unsigned value[16];
 };
-constexpr int kClusterDimension = 4;     // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-constexpr int kPtxVersion = 5;           // CU_FUNC_ATTRIBUTE_PTX_VERSION
-constexpr int kMaxDynamicShared = 8;     // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
+constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
 
 struct Driver {
@@ -207,8 +206,12 @@ struct DriverConfig {
 
   explicit DriverConfig(const LaunchConfig& c)
       : cluster{kClusterDimension, 0, {c.cluster, 1, 1}},
-        launch{{c.grid.x, c.grid.y, c.grid.z}, {c.block.x, c.block.y, c.block.z}, static_cast<unsigned>(c.shared_bytes), c.stream,
-               &cluster, c.cluster > 1} {}
+        launch{{c.grid.x, c.grid.y, c.grid.z},
+               {c.block.x, c.block.y, c.block.z},
+               static_cast<unsigned>(c.shared_bytes),
+               c.stream,
+               &cluster,
+               c.cluster > 1} {}
   DriverConfig(const DriverConfig&) = delete;
   DriverConfig& operator=(const DriverConfig&) = delete;
 };
@@ -298,15 +301,16 @@ inline const Gpu& gpu_facts() {
   thread_local int device = -1;
   if (device != current_gpu()) {
     const int processors = detail::gpu_attribute(detail::kProcessors);
-    known = {processors > 0 ? processors : 1, detail::gpu_attribute(detail::kSharedOfBlock), detail::gpu_attribute(detail::kSharedOfProcessor)};
+    known = {processors > 0 ? processors : 1, detail::gpu_attribute(detail::kSharedOfBlock),
+             detail::gpu_attribute(detail::kSharedOfProcessor)};
     device = current_gpu();
   }
   return known;
 }
 
 #if !FLEXOPS_HIP
-/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. For one configuration a kernel: the answer of
-/// each GPU and cluster size is kept.
+/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. For one configuration a kernel: the answer
+/// of each GPU and cluster size is kept.
 template <typename... A>
 int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) {
   constexpr unsigned kSizes = 9;

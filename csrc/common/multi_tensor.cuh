@@ -26,15 +26,15 @@
 
 namespace flexops::multi {
 
-constexpr int kVector = 4;  // elements per access
+inline constexpr int kVector = 4;  // elements per access
 
 template <class Rule>
-constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
+inline constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
 template <class Rule>
-constexpr int kChunk = kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
+inline constexpr int kChunk = kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
 
 /// A tensor's flags: two bits for each typed array, in order, and whether vector accesses are possible.
-constexpr u8 kFloat = 1, kBf16 = 2, kAligned = 128;
+inline constexpr u8 kFloat = 1, kBf16 = 2, kAligned = 128;
 
 template <class Rule>
 __host__ __device__ constexpr bool is_typed(int k) {

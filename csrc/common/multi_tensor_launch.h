@@ -52,8 +52,8 @@ void make_hints(Launch<Rule>& launch) {
   }
 }
 
-/// Launches a rule's kernel for the rows in [0, count) for which chosen(i) holds, as often as they need it, in order, or the last first if the
-/// rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
+/// Launches a rule's kernel for the rows in [0, count) for which chosen(i) holds, as often as they need it, in order, or the last first if
+/// the rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
 template <class Rule, class Chosen, class Extra>
 void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count, const typename Rule::Shared& shared,
                  const Chosen& chosen, const Extra& extra, void* stream) {

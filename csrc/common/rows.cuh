@@ -30,11 +30,11 @@ using Element = typename ElementOf<type>::type_;
 
 /// Elements of a vector.
 template <Type type>
-constexpr int kVector = type == kF32 ? 4 : 8;
+inline constexpr int kVector = type == kF32 ? 4 : 8;
 
 using Packed = Vec<u32, 4>;
 
-constexpr int kNarrowWarp = 32;  // lanes that share a row, at most; a wavefront of 64 holds two such groups
+inline constexpr int kNarrowWarp = 32;  // lanes that share a row, at most; a wavefront of 64 holds two such groups
 
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }

@@ -13,14 +13,15 @@
 namespace flexops::cross_entropy {
 
 // Tuned on one H200.
-constexpr int kRowThreads = 512;      // of a block that writes gradients, at most; twice as many for rows of more than two chunks of theirs
-constexpr int kForwardThreads = 256;  // of one that does not
-constexpr int kGradientThreads = 128;  // of one that writes nothing else
-constexpr int kShortThreads = 128;     // of one in which a warp or less holds a row
-constexpr int kScaleThreads = 256;
-constexpr int kVectors = 8;         // that a thread holds
-constexpr int kForwardVectors = 4;  // and where 16-bit ones get no gradient
-constexpr int kResident = 1024;     // threads that run on a processor at once: each takes half of the registers that it has for it
+inline constexpr int kRowThreads =
+    512;  // of a block that writes gradients, at most; twice as many for rows of more than two chunks of theirs
+inline constexpr int kForwardThreads = 256;   // of one that does not
+inline constexpr int kGradientThreads = 128;  // of one that writes nothing else
+inline constexpr int kShortThreads = 128;     // of one in which a warp or less holds a row
+inline constexpr int kScaleThreads = 256;
+inline constexpr int kVectors = 8;         // that a thread holds
+inline constexpr int kForwardVectors = 4;  // and where 16-bit ones get no gradient
+inline constexpr int kResident = 1024;     // threads that run on a processor at once: each takes half of the registers that it has for it
 
 /// Asks for the row that will be taken where this one is done with, a block of threads to each, so that memory need not wait while this
 /// one's gradient is worked out. Pays for rows of one chunk only: of longer ones it drives out what is still to be read again.

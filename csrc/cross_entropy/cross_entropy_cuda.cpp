@@ -75,8 +75,7 @@ void launch_rows(Params& p, LogitsType type, void* stream, int64_t vectors) {
   launch(rows_kernel(p, type), p, p.rows, p.lanes, stream);
 }
 
-void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction,
-                   void* stream) {
+void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction, void* stream) {
   flexops::launch(kernel<cross_entropy::cross_entropy_finish>, {{1}, {cross_entropy::kMostThreads}, stream},
                   reinterpret_cast<const i64*>(target), stats.losses, stats.divisor, loss, shape.rows, shape.ignore_index,
                   reduction == Reduction::mean);
@@ -84,8 +83,8 @@ void launch_finish(const Logits& shape, const int64_t* target, const LossStats& 
 
 template <cross_entropy::Type type>
 void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows, int64_t length, bool each_row) {
-  flexops::launch(kernel<cross_entropy::scale_rows<type>>, config, static_cast<cross_entropy::Element<type>*>(values), factors, rows, length,
-                  each_row);
+  flexops::launch(kernel<cross_entropy::scale_rows<type>>, config, static_cast<cross_entropy::Element<type>*>(values), factors, rows,
+                  length, each_row);
 }
 
 }  // namespace

@@ -6,14 +6,14 @@
 namespace flexops::cross_entropy {
 
 // Tuned on one H200.
-constexpr int kRingLeast = 2048;                         // vectors of a row that is streamed
-constexpr int kRingThreads = 512;                        // that compute
-constexpr int kRingVectors = 4;                          // of a chunk that a thread takes
-constexpr int kRingChunks = 6;                           // that a ring holds
-constexpr int kRingShare = 3;                            // of a row, in chunks, that a block takes at most: two rows' must fit the ring
-constexpr int kMostBlocks = 8;                           // of a cluster
-constexpr int kRingChunk = kRingThreads * kRingVectors;  // vectors
-constexpr int kRingWarps = kRingThreads / kNarrowWarp;
+inline constexpr int kRingLeast = 2048;   // vectors of a row that is streamed
+inline constexpr int kRingThreads = 512;  // that compute
+inline constexpr int kRingVectors = 4;    // of a chunk that a thread takes
+inline constexpr int kRingChunks = 6;     // that a ring holds
+inline constexpr int kRingShare = 3;      // of a row, in chunks, that a block takes at most: two rows' must fit the ring
+inline constexpr int kMostBlocks = 8;     // of a cluster
+inline constexpr int kRingChunk = kRingThreads * kRingVectors;  // vectors
+inline constexpr int kRingWarps = kRingThreads / kNarrowWarp;
 
 #if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define FLEXOPS_HAS_CLUSTERS 1

@@ -8,11 +8,11 @@ namespace flexops::cross_entropy {
 
 using namespace flexops::rows;
 
-constexpr Cache kRead = Cache::streaming, kWrite = Cache::streaming;
-constexpr int kMostThreads = 1024;  // of a block
-constexpr int kWarps = kMostThreads / kNarrowWarp;
+inline constexpr Cache kRead = Cache::streaming, kWrite = Cache::streaming;
+inline constexpr int kMostThreads = 1024;  // of a block
+inline constexpr int kWarps = kMostThreads / kNarrowWarp;
 
-constexpr float kLog2e = 1.44269504088896341f;
+inline constexpr float kLog2e = 1.44269504088896341f;
 
 struct Params {
   void* logits;
@@ -36,7 +36,7 @@ struct Params {
 
 // 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's own, to the last bits.
 template <Type type>
-constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
+inline constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
 
 /// e to the power of (value - base / kUnit).
 template <Type type>
@@ -106,9 +106,9 @@ FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum,
 
 /// -inf, twice in 16 bits.
 template <Type type>
-constexpr u32 kNothing = type == kF32   ? 0xff800000u
-                         : type == kF16 ? 0xfc00fc00u
-                                        : 0xff80ff80u;
+inline constexpr u32 kNothing = type == kF32   ? 0xff800000u
+                                : type == kF16 ? 0xfc00fc00u
+                                               : 0xff80ff80u;
 
 #if FLEXOPS_HAS_MIN2
 /// The greatest of each half of N words: a tree, as in rows.cuh.

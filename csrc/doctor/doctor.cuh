@@ -4,7 +4,7 @@
 
 namespace flexops::doctor {
 
-constexpr int kThreads = 256;
+inline constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) square(const float* x, float* out, i64 count) {
   const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;

@@ -45,16 +45,16 @@ using namespace rows;  // Type, Packed and what reads them
 #if !defined(FLEXOPS_SCALED_STORES)
 #define FLEXOPS_SCALED_STORES streaming
 #endif
-constexpr Cache kLoads = Cache::FLEXOPS_SCALED_LOADS, kStores = Cache::FLEXOPS_SCALED_STORES;
-constexpr int kThreads = FLEXOPS_SCALED_THREADS;             // of a block; see kWideThreads
-constexpr int kGroupVectors = FLEXOPS_SCALED_GROUP_VECTORS;  // vectors of a thread: each of another segment ...
-constexpr int kShortVectors = FLEXOPS_SCALED_SHORT_VECTORS;
-constexpr int kLongVectors = FLEXOPS_SCALED_LONG_VECTORS;  // ... or all of one
-constexpr int kChunkVectors = FLEXOPS_SCALED_CHUNK_VECTORS;
-constexpr int kLongBlocks = FLEXOPS_SCALED_LONG_BLOCKS;  // at least so many on a multiprocessor
-constexpr int kWideThreads = 1024;                       // at most so many for a segment that kThreads do not hold
+inline constexpr Cache kLoads = Cache::FLEXOPS_SCALED_LOADS, kStores = Cache::FLEXOPS_SCALED_STORES;
+inline constexpr int kThreads = FLEXOPS_SCALED_THREADS;             // of a block; see kWideThreads
+inline constexpr int kGroupVectors = FLEXOPS_SCALED_GROUP_VECTORS;  // vectors of a thread: each of another segment ...
+inline constexpr int kShortVectors = FLEXOPS_SCALED_SHORT_VECTORS;
+inline constexpr int kLongVectors = FLEXOPS_SCALED_LONG_VECTORS;  // ... or all of one
+inline constexpr int kChunkVectors = FLEXOPS_SCALED_CHUNK_VECTORS;
+inline constexpr int kLongBlocks = FLEXOPS_SCALED_LONG_BLOCKS;  // at least so many on a multiprocessor
+inline constexpr int kWideThreads = 1024;                       // at most so many for a segment that kThreads do not hold
 
-constexpr i64 kChunk = static_cast<i64>(kThreads) * kChunkVectors;  // vectors of a chunk
+inline constexpr i64 kChunk = static_cast<i64>(kThreads) * kChunkVectors;  // vectors of a chunk
 
 enum Code : u8 { kE4m3 = 0, kE5m2 = 1, kI8 = 2 };
 

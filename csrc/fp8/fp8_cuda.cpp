@@ -81,8 +81,7 @@ bool are_groups(const Params& p, int64_t vectors, const ScaledLayout& l) {
 
 const char* launch_groups(Params& p, int64_t vectors, ScaledType type, void* stream) {
   share(p, vectors);
-  return launch(kQuantizeGroups, p, type, ceil_div(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads,
-                stream);
+  return launch(kQuantizeGroups, p, type, ceil_div(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads, stream);
 }
 
 const char* launch_long(Params& p, int64_t vectors, ScaledType type, void* stream) {

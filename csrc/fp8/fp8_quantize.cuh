@@ -77,9 +77,9 @@ struct Scaling {
 };
 
 template <typename A, typename B>
-constexpr bool is_same = false;
+inline constexpr bool is_same = false;
 template <typename A>
-constexpr bool is_same<A, A> = true;
+inline constexpr bool is_same<A, A> = true;
 
 template <typename T, int N>
 FLEXOPS_DEVICE void pack(Vec<u32, N / 4>& out, const float (&value)[N]) {

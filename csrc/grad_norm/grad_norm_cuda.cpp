@@ -15,12 +15,14 @@ void reduce_rows(const TensorRow* rows, int64_t count, double norm_type, float* 
   shared.power = static_cast<float>(norm_type);
   shared.infinite = norm_kind(norm_type) == NormKind::infinity;
   int64_t chunks = 0;
-  multi::launch_rows<Rule>(kernel<grad_norm::norm_kernel<two>>, rows, count, shared, [](int64_t) { return true; },
+  multi::launch_rows<Rule>(
+      kernel<grad_norm::norm_kernel<two>>, rows, count, shared, [](int64_t) { return true; },
       [&](int64_t i, int) {
         const float* mine = partials + chunks;
         chunks += multi::chunks_of<Rule>(rows[i].numel);
         return mine;
-      }, stream);
+      },
+      stream);
 }
 
 template <bool general>
@@ -29,8 +31,10 @@ void clip_rows(const TensorRow* rows, int64_t count, const float* total_norm, do
   typename Rule::Shared shared = {};
   shared.total_norm = total_norm;
   shared.max_norm = static_cast<float>(max_norm);
-  multi::launch_rows<Rule>(kernel<grad_norm::clip_kernel<general>>, rows, count, shared, [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [](int64_t, int) -> const float* { return nullptr; }, stream);
+  multi::launch_rows<Rule>(
+      kernel<grad_norm::clip_kernel<general>>, rows, count, shared,
+      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [](int64_t, int) -> const float* { return nullptr; },
+      stream);
 }
 
 int64_t count_chunks(const TensorRow* rows, int64_t count) {

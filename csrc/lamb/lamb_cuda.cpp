@@ -27,7 +27,9 @@ void measure_rows(const TensorRow* rows, int64_t count, const LambOptions& optio
     for (; counted < i; ++counted) chunks += chunks_of(rows[counted]);
     return partials + 2 * chunks;
   };
-  multi::launch_rows<Rule>(kernel<lamb::moments_kernel<general>>, rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+  multi::launch_rows<Rule>(
+      kernel<lamb::moments_kernel<general>>, rows, count, make_shared(options),
+      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
       [&](int64_t i, int extra) -> const float* { return extra == Rule::kStep ? rows[i].step : find(i); }, stream);
 }
 
@@ -51,7 +53,9 @@ void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, con
 template <bool general>
 void apply_rows(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
   using Rule = lamb::Apply<general>;
-  multi::launch_rows<Rule>(kernel<lamb::apply_kernel<general>>, rows, count, make_shared(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+  multi::launch_rows<Rule>(
+      kernel<lamb::apply_kernel<general>>, rows, count, make_shared(options),
+      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
       [&](int64_t i, int extra) { return extra == Rule::kStep ? rows[i].step : norms + 2 * i; }, stream);
 }
 

@@ -27,8 +27,10 @@ typename lion::Rule<general>::Shared make_shared(const LionOptions& o) {
 template <bool general>
 void step_rows(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream) {
   using Rule = lion::Rule<general>;
-  multi::launch_rows<Rule>(kernel<lion::lion_kernel<general>>, rows, count, make_shared<general>(options), [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
-      [](int64_t, int) -> const float* { return nullptr; }, stream);
+  multi::launch_rows<Rule>(
+      kernel<lion::lion_kernel<general>>, rows, count, make_shared<general>(options),
+      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [](int64_t, int) -> const float* { return nullptr; },
+      stream);
 }
 
 }  // namespace

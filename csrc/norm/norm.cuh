@@ -18,14 +18,14 @@
 namespace flexops::norm {
 
 // Tuned on one H200.
-constexpr int kMostThreads = 1024;
-constexpr int kHeldThreads = 512;   // of a block whose registers hold whole rows, at most
-constexpr int kShortThreads = 128;  // of a block of short rows, one for each few lanes
-constexpr int kWalkThreads = 512;   // of a block that walks over rows, at most
-constexpr int kParts = 4;           // backward: vectors of a row that a thread has ...
-constexpr int kStages = 2;          // ... and of how many rows it holds them
-constexpr int kReduceThreads = 512;
-constexpr int kNarrowWarp = 32;  // lanes that share a short row, at most; a wavefront of 64 holds two such groups
+inline constexpr int kMostThreads = 1024;
+inline constexpr int kHeldThreads = 512;   // of a block whose registers hold whole rows, at most
+inline constexpr int kShortThreads = 128;  // of a block of short rows, one for each few lanes
+inline constexpr int kWalkThreads = 512;   // of a block that walks over rows, at most
+inline constexpr int kParts = 4;           // backward: vectors of a row that a thread has ...
+inline constexpr int kStages = 2;          // ... and of how many rows it holds them
+inline constexpr int kReduceThreads = 512;
+inline constexpr int kNarrowWarp = 32;  // lanes that share a short row, at most; a wavefront of 64 holds two such groups
 
 enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // NormType's values
 enum Codes : u8 { kNoCodes = 0, kInt8 = 1, kE4m3 = 2 };
@@ -70,11 +70,11 @@ struct Traits<Any> {
   using Raw = float;
 };
 template <typename T>
-constexpr int kVector = Traits<T>::kVector;
+inline constexpr int kVector = Traits<T>::kVector;
 template <typename T>
 using Raw = typename Traits<T>::Raw;
 template <typename T>
-constexpr bool kIsHalf = false;
+inline constexpr bool kIsHalf = false;
 template <>
 inline constexpr bool kIsHalf<Half> = true;
 

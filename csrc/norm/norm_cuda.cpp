@@ -32,14 +32,14 @@ bool has_vectors(const NormForward& a, int64_t vector) {
 /// A kernel for each type.
 using Kernels = KernelOf<Forward>[3];
 const Kernels kFew = {kernel<norm::forward_held<float, false, false, norm::kFewItems>>,
-                             kernel<norm::forward_held<f16, false, false, norm::kFewItems>>,
-                             kernel<norm::forward_held<bf16, false, false, norm::kFewItems>>};
+                      kernel<norm::forward_held<f16, false, false, norm::kFewItems>>,
+                      kernel<norm::forward_held<bf16, false, false, norm::kFewItems>>};
 const Kernels kMany = {kernel<norm::forward_held<float, false, true, norm::kManyItems>>,
-                              kernel<norm::forward_held<f16, false, true, norm::kManyItems>>,
-                              kernel<norm::forward_held<bf16, false, true, norm::kManyItems>>};
+                       kernel<norm::forward_held<f16, false, true, norm::kManyItems>>,
+                       kernel<norm::forward_held<bf16, false, true, norm::kManyItems>>};
 const Kernels kAdding = {kernel<norm::forward_held<float, true, true, norm::kItems>>,
-                                kernel<norm::forward_held<f16, true, true, norm::kItems>>,
-                                kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
+                         kernel<norm::forward_held<f16, true, true, norm::kItems>>,
+                         kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
 const Kernels kCodes = {kernel<norm::forward_codes<float, norm::kItems>>, kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
 const Kernels kManyCodes = {kernel<norm::forward_codes<float, norm::kManyItems>>, kernel<norm::forward_codes<f16, norm::kManyItems>>,

@@ -22,7 +22,7 @@ struct Forward {
   u32 nothing;   // 0: see forget()
 };
 
-constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
+inline constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
 
 /// Vectors first, first + step, ... of a row; zeros for those that it has not.
 template <typename T, int N>

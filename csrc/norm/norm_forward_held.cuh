@@ -47,7 +47,7 @@ FLEXOPS_DEVICE void write_result(const Forward& p, const Raw<T>& raw, i64 row, i
 
 /// How many blocks a multiprocessor has at least: few registers let many rows be on their way.
 template <int kHeld>
-constexpr int kHeldBlocks = kHeld == kFewItems ? 4 : 2;
+inline constexpr int kHeldBlocks = kHeld == kFewItems ? 4 : 2;
 
 /// For rows that registers hold whole, where everything is of T but the parameters, which are of T or of float32. kAdding: with a
 /// residual. kFewItems: only with a weight of T, and a bias only if kMayCenter.

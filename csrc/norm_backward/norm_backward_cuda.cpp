@@ -12,8 +12,7 @@ using norm::Backward;
 
 bool has_vectors(const NormBackward& a, int64_t vector) {
   return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 && a.grad_residual_stride % vector == 0 &&
-         aligned(a.x, 16) && aligned(a.grad, 16) && aligned(a.grad_residual, 16) &&
-         aligned(a.grad_x, 16) && aligned(a.weight, 16);
+         aligned(a.x, 16) && aligned(a.grad, 16) && aligned(a.grad_residual, 16) && aligned(a.grad_x, 16) && aligned(a.weight, 16);
 }
 
 /// How a gradient is found. Both ways leave `blocks` sums of each column.

@@ -54,21 +54,21 @@ namespace flexops::quant {
 #define FLEXOPS_QUANT_STORES streaming
 #endif
 
-constexpr Cache kLoads = Cache::FLEXOPS_QUANT_LOADS, kStores = Cache::FLEXOPS_QUANT_STORES;
-constexpr int kRowThreads = FLEXOPS_QUANT_THREADS;
-constexpr int kLogVectors = FLEXOPS_QUANT_LOG_VECTORS;
-constexpr int kVectors = 1 << kLogVectors;  // rows: vectors of a lane
-constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
-constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds to quantize
-constexpr int kColumnSlots = 128 / kColumnRows;         // lanes that share a column's group, at most
-constexpr int kPartThreads = FLEXOPS_QUANT_PART_THREADS;
-constexpr int kPartCodes = FLEXOPS_QUANT_PART_CODES;          // columns: rows of bytes that one lane dequantizes
-constexpr int kDecodeThreads = FLEXOPS_QUANT_DECODE_THREADS;  // rows, dequantizing
-constexpr int kAnyThreads = 256;
-constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;              // any: elements that a lane holds, in pairs
-constexpr int kNarrowWarp = 32;                               // lanes that share a group; a wavefront of 64 holds two such
-constexpr i64 kRowsAhead = 2 << 20, kColumnsAhead = 4 << 20;  // bytes of codes: so far ahead of their use are they asked for
-constexpr int kLine = 128;                                    // bytes of a cache line
+inline constexpr Cache kLoads = Cache::FLEXOPS_QUANT_LOADS, kStores = Cache::FLEXOPS_QUANT_STORES;
+inline constexpr int kRowThreads = FLEXOPS_QUANT_THREADS;
+inline constexpr int kLogVectors = FLEXOPS_QUANT_LOG_VECTORS;
+inline constexpr int kVectors = 1 << kLogVectors;  // rows: vectors of a lane
+inline constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
+inline constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds to quantize
+inline constexpr int kColumnSlots = 128 / kColumnRows;         // lanes that share a column's group, at most
+inline constexpr int kPartThreads = FLEXOPS_QUANT_PART_THREADS;
+inline constexpr int kPartCodes = FLEXOPS_QUANT_PART_CODES;          // columns: rows of bytes that one lane dequantizes
+inline constexpr int kDecodeThreads = FLEXOPS_QUANT_DECODE_THREADS;  // rows, dequantizing
+inline constexpr int kAnyThreads = 256;
+inline constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;              // any: elements that a lane holds, in pairs
+inline constexpr int kNarrowWarp = 32;                               // lanes that share a group; a wavefront of 64 holds two such
+inline constexpr i64 kRowsAhead = 2 << 20, kColumnsAhead = 4 << 20;  // bytes of codes: so far ahead of their use are they asked for
+inline constexpr int kLine = 128;                                    // bytes of a cache line
 
 enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
 
@@ -102,10 +102,10 @@ struct Params {
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-constexpr float kFloatMax = 3.40282347e38f;
+inline constexpr float kFloatMax = 3.40282347e38f;
 // Adding 1.5 * 2^23 rounds to an integer, half to even, whose low bits are the sum's low bits.
-constexpr float kRound = 12582912.0f;
-constexpr u32 kRoundBits = 0x4b400000u;
+inline constexpr float kRound = 12582912.0f;
+inline constexpr u32 kRoundBits = 0x4b400000u;
 
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
@@ -119,10 +119,10 @@ template <int kBytes>
 using Bits = typename detail::Word<kBytes>::type;
 
 template <Type kType>
-constexpr int kSize = kType == kF32 ? 4 : 2;
+inline constexpr int kSize = kType == kF32 ? 4 : 2;
 
 template <int kBytes>
-constexpr int kVector = 16 / kBytes;
+inline constexpr int kVector = 16 / kBytes;
 
 template <int kBytes>
 using Vector = Vec<Bits<kBytes>, kVector<kBytes>>;

@@ -6,7 +6,7 @@
 
 namespace flexops::quant {
 
-constexpr int kAnyPairs = kAnyHeld / 2;
+inline constexpr int kAnyPairs = kAnyHeld / 2;
 
 /// A lane's part of a group: pairs lane, lane + lanes, lane + 2 * lanes, ..., of which it holds kAnyPairs a round.
 struct Share {

@@ -30,10 +30,10 @@ namespace flexops::rope {
 #define FLEXOPS_ROPE_STORE normal
 #endif
 
-constexpr int kThreads = FLEXOPS_ROPE_THREADS;
-constexpr int kHeads = FLEXOPS_ROPE_HEADS;                                             // of a thread, at most: loads in flight
-constexpr int kBlocks = FLEXOPS_ROPE_BLOCKS;                                           // at least so many on a multiprocessor
-constexpr Cache kLoad = Cache::FLEXOPS_ROPE_LOAD, kStore = Cache::FLEXOPS_ROPE_STORE;  // why not streaming: activation.cuh
+inline constexpr int kThreads = FLEXOPS_ROPE_THREADS;
+inline constexpr int kHeads = FLEXOPS_ROPE_HEADS;                                             // of a thread, at most: loads in flight
+inline constexpr int kBlocks = FLEXOPS_ROPE_BLOCKS;                                           // at least so many on a multiprocessor
+inline constexpr Cache kLoad = Cache::FLEXOPS_ROPE_LOAD, kStore = Cache::FLEXOPS_ROPE_STORE;  // why not streaming: activation.cuh
 
 /// Strides count vectors, or elements where `rotate` goes element by element; except `element`.
 struct Side {
@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
   }
 }
 
-/// By elements, of any strides: an item is a pair, or two elements to copy.
-template <>
-__global__ void __launch_bounds__(kThreads) rotate<AnyElement>(const FLEXOPS_GRID_CONSTANT Params p) {
+/// By elements, of any strides: an item is a pair, or two elements to copy. (A template, so that only a program that asks for it has it.)
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_CONSTANT Params p) {
   const Task t = find_task(p);
   if (!t.inside) return;
   const bool rotated = t.item < p.rotated;

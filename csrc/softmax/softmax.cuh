@@ -36,11 +36,11 @@ using namespace flexops::rows;
 #define FLEXOPS_SOFTMAX_STORE Cache::streaming
 #endif
 
-constexpr int kThreads = FLEXOPS_SOFTMAX_THREADS;  // a block's, where a warp or less holds a row
-constexpr Cache kRead = FLEXOPS_SOFTMAX_LOAD, kWrite = FLEXOPS_SOFTMAX_STORE;
-constexpr int kMaskDims = 8;
+inline constexpr int kThreads = FLEXOPS_SOFTMAX_THREADS;  // a block's, where a warp or less holds a row
+inline constexpr Cache kRead = FLEXOPS_SOFTMAX_LOAD, kWrite = FLEXOPS_SOFTMAX_STORE;
+inline constexpr int kMaskDims = 8;
 
-constexpr int kMostThreads = 1024;
+inline constexpr int kMostThreads = 1024;
 
 enum Mask : u8 { kNoMask, kBoolean, kAddF32, kAddF16, kAddBf16 };  // SoftmaxMask's values
 
@@ -129,10 +129,10 @@ FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, fl
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
 // 16-bit results take exponentials to base 2, with this factor. float32 has e's own, to its last bits.
-constexpr float kLog2e = 1.44269504088896341f;
+inline constexpr float kLog2e = 1.44269504088896341f;
 
 template <Type type>
-constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
+inline constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
 
 template <Type type>
 FLEXOPS_DEVICE float power(float value) {

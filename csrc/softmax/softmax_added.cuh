@@ -5,8 +5,8 @@
 
 namespace flexops::softmax {
 
-constexpr int kAddedHeld = 4;                          // vectors of a row that a thread holds
-constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a block; two such leave a thread 64 registers
+inline constexpr int kAddedHeld = 4;                          // vectors of a row that a thread holds
+inline constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a block; two such leave a thread 64 registers
 
 /// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What is outside of the row comes as
 /// anything.

@@ -6,9 +6,9 @@
 namespace flexops::softmax {
 
 // Vectors of a row, and as many of its gradient, that a thread holds.
-constexpr int kBackwardHeld = 4;
-constexpr int kWholeHeld = 2;
-constexpr int kWholeThreads = 512;  // a block's, of several rows: memory does best if they read together and then write together
+inline constexpr int kBackwardHeld = 4;
+inline constexpr int kWholeHeld = 2;
+inline constexpr int kWholeThreads = 512;  // a block's, of several rows: memory does best if they read together and then write together
 
 /// out = scale * y * (grad - sum(grad * y)) for the most usual rows: of whole vectors, with nothing left out, more than a warp's;
 /// blockDim.y of them in a block.

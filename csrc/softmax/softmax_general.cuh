@@ -6,7 +6,7 @@
 
 namespace flexops::softmax {
 
-constexpr int kGeneralHeld = 4, kMaskedLongHeld = 4;  // vectors of a row that a thread holds
+inline constexpr int kGeneralHeld = 4, kMaskedLongHeld = 4;  // vectors of a row that a thread holds
 
 FLEXOPS_DEVICE float half_to_float(u32 half, Mask kind) {
   return kind == kAddBf16 ? bit_cast<float>(half << 16) : to_float(f16{static_cast<u16>(half)});

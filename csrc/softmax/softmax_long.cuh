@@ -8,7 +8,7 @@
 
 namespace flexops::softmax {
 
-constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
+inline constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
 
 /// A chunk of V vectors: those of elements [from, from + kVector) and so on, `step` apart. What is not in the row of `length` becomes -inf.
 template <Type type, Cache cache, int V>

@@ -7,13 +7,13 @@ namespace flexops::softmax {
 
 // Vectors of a row that a thread can hold, and the threads of the largest block. Two blocks of 640 leave a thread 48 registers, of 768 40.
 template <Type type, bool kMasked>
-constexpr int kHeld = type != kF32 ? 4 : 8;
+inline constexpr int kHeld = type != kF32 ? 4 : 8;
 template <Type type, bool kMasked>
-constexpr int kMostOfRows = type == kF32 ? kMostThreads
-                            : kMasked    ? 640
-                                         : 768;
+inline constexpr int kMostOfRows = type == kF32 ? kMostThreads
+                                   : kMasked    ? 640
+                                                : 768;
 template <Type type, bool kMasked>
-constexpr int kBlocksOfRows = (kMostOfRows<type, kMasked>) < kMostThreads ? 2 : 1;
+inline constexpr int kBlocksOfRows = (kMostOfRows<type, kMasked>) < kMostThreads ? 2 : 1;
 
 /// The sum of the powers of a thread's scores, `length` of which take part. In float32 these become their powers.
 template <Type type, int V>

@@ -148,15 +148,14 @@ def _ready(spec: OpSpec, expression: str, architectures: Iterable[str], refusals
         if damage:
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
-            if refusal := loader.stale(one) or _too_new(one):
-                refusals.append(refusal)
-            elif one is entry:
-                yield one
-            else:
+            whole: Entry | None = one
+            refusal = loader.stale(one) or _too_new(one)
+            if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
-                refusals.extend([refusal] if refusal else [])
-                if whole:
-                    yield whole
+            if refusal:
+                refusals.append(refusal)
+            elif whole:
+                yield whole
 
 
 def _compiled(spec: OpSpec, expression: str, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
