@@ -14,6 +14,7 @@ from .. import settings, targets, toolchain
 from ..errors import ArchitectureError, FlexopsError
 from ..op_builder import aot, catalog, progress
 from ..op_builder.builder import Result
+from ..op_builder.device_code import KernelResult
 from ..op_builder.spec import DeviceType
 from ..targets.fit import unfit
 
@@ -96,12 +97,14 @@ def _as_dict(result: Result) -> dict[str, object]:
         "device": result.plan.device,
         "library": str(result.entry.library) if result.entry else None,
         "architectures": list(result.architectures or (manifest.architectures if manifest else ())),
-        "kernels": [
-            {"kernel": one.plan.expression, "architecture": str(one.plan.architecture), "code": str(one.entry.library) if one.entry else None, "cached": one.cached}
-            for one in result.kernels
-        ],
+        "kernels": [_kernel_as_dict(kernel) for kernel in result.kernels],
         "isa_levels": list(manifest.isa_levels) if manifest else [],
         "cached": result.cached,
         "seconds": round(result.seconds, 3),
         "error": None if error is None else {"what": error.what, "found": error.found, "required": error.required, "fix": error.fix},
     }
+
+
+def _kernel_as_dict(result: KernelResult) -> dict[str, object]:
+    code = str(result.entry.library) if result.entry else None
+    return {"kernel": result.plan.expression, "architecture": str(result.plan.architecture), "code": code, "cached": result.cached}

@@ -63,12 +63,13 @@ def _cannot_build(facts: Facts, device: Literal["cpu", "cuda"]) -> str:
     """Why there is no sense in trying; empty if there is. Whether that is a fault is judged where the tools are."""
     from ..toolchain import missing
 
-    tools = facts.cpu_tools if device == "cpu" else facts.cuda_tools
+    hip = not isinstance(facts.torch, Unknown) and bool(facts.torch.hip)
+    tools = facts.cuda_tools if device == "cuda" and hip else facts.cpu_tools
     if isinstance(tools, Unknown):
         return tools.reason
-    if device == "cuda" and not (tools.cuda or tools.rocm):
-        return "there is no toolkit that matches torch"
-    error = missing(tools, device)
+    if device == "cuda" and not hip and (isinstance(facts.device_compiler, Unknown) or facts.device_compiler.taken is None):
+        return "there is no NVRTC that matches torch"
+    error = missing(tools, "cuda" if device == "cuda" and hip else "cpu")
     return error.what if error else ""
 
 
@@ -114,6 +115,7 @@ def _look(target_id: str | None) -> Facts:
         torch=Unknown("not asked yet"),
         cpu_tools=cpu_tools,
         cuda_tools=cuda_tools,
+        device_compiler=_with(settings, lambda fact: build_probes.device_compiler(fact.settings)),
         launcher=_with(cpu_tools, build_probes.launcher),
         cache=Unknown("not looked at yet"),
         locks=guarded(build_probes.locks),

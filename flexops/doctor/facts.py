@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ..targets import Target
     from ..toolchain.driver import DriverCuda, DriverRelease
     from ..toolchain.model import Toolchain
+    from ..toolchain.nvrtc import DeviceCompiler
     from ..toolchain.resources import Resources
+    from ..toolchain.select import Choice
 
 T = TypeVar("T")
 
@@ -261,6 +263,7 @@ class Facts:
     torch: TorchFact | Unknown
     cpu_tools: Toolchain | Unknown
     cuda_tools: Toolchain | Unknown
+    device_compiler: Choice[DeviceCompiler] | Unknown
     launcher: LauncherFact | Unknown
     cache: CacheFact | Unknown
     locks: tuple[LockFile, ...] | Unknown

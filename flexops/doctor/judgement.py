@@ -96,8 +96,14 @@ def _toolkit(facts: Facts) -> Finding:
     return tools.toolkit(known(facts.cuda_tools), known(facts.torch), gpu=_gpu_here(facts), needed=_must_build(facts, "cuda"), jit=_jit(facts))
 
 
+def _device_compiler(facts: Facts) -> Finding:
+    return tools.device_compiler(
+        known(facts.device_compiler), known(facts.torch), gpu=_gpu_here(facts), needed=_must_build(facts, "cuda"), jit=_jit(facts)
+    )
+
+
 def _host_compiler(facts: Facts) -> Finding:
-    return tools.host_compiler(known(facts.cpu_tools), known(facts.cuda_tools), needed=_needed(facts), jit=_jit(facts), gpu=_gpu_here(facts))
+    return tools.host_compiler(known(facts.cpu_tools), known(facts.cuda_tools), needed=_needed(facts), jit=_jit(facts))
 
 
 def _launcher(facts: Facts) -> Finding:
@@ -108,8 +114,8 @@ def _launcher(facts: Facts) -> Finding:
 def _architectures(facts: Facts) -> Finding:
     row = _row(facts)
     suggested = row.arch_list if row and row.accelerator == "cuda" else ""
-    found, torch = known(facts.cuda_tools), known(facts.torch)
-    return build.architectures(known(facts.settings).settings, found.cuda, known(facts.gpu).gpus, torch_cuda=bool(torch.cuda), suggested=suggested)
+    found, torch = known(facts.device_compiler), known(facts.torch)
+    return build.architectures(known(facts.settings).settings, found.value, known(facts.gpu).gpus, torch_cuda=bool(torch.cuda), suggested=suggested)
 
 
 def _libraries(facts: Facts) -> Iterator[Finding]:
@@ -139,8 +145,9 @@ def _target_row(facts: Facts) -> Iterator[Finding]:
         yield target.host_compiler(row, known(facts.cpu_tools), compiled=compiled)
     else:
         chosen = known(facts.settings).settings
-        yield target.toolkit(row, known(facts.cuda_tools), compiled=compiled)
-        yield target.host_compiler(row, known(facts.cuda_tools), compiled=compiled)
+        rocm = row.accelerator == "rocm"
+        yield target.toolkit(row, known(facts.cuda_tools).rocm if rocm else known(facts.device_compiler).value, compiled=compiled)
+        yield target.host_compiler(row, known(facts.cuda_tools if rocm else facts.cpu_tools), compiled=compiled)
         yield from target.gpu(row, known(facts.gpu))
         yield target.architectures(row, chosen.rocm_arch_list if row.accelerator == "rocm" else chosen.arch_list)
     yield target.libraries(row, libraries, ops)
@@ -170,6 +177,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Judge], ...]], ...] = (
     (
         "tools",
         (
+            ("device-compiler", _device_compiler),
             ("toolkit", _toolkit),
             ("host-compiler", _host_compiler),
             ("ninja", lambda facts: tools.ninja(known(facts.cpu_tools), needed=_needed(facts), jit=_jit(facts))),

@@ -169,7 +169,7 @@ def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
     return {"build_seconds": round(time.perf_counter() - started, 3), "architectures": list(architectures)}
 
 
-def _load_in_child(arch_list: str, device: str) -> dict[str, Any]:
+def _load_in_child(_: str, device: str) -> dict[str, Any]:
     import torch
 
     from .. import settings, toolchain

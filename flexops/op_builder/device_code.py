@@ -201,7 +201,8 @@ class _Pool:
 
     def run(self, jobs: int) -> None:
         if jobs == 1:
-            return self._one_thread()
+            self._one_thread()
+            return
         threads = [threading.Thread(target=self._one_thread, daemon=True) for _ in range(jobs)]
         for thread in threads:
             thread.start()
@@ -375,11 +376,12 @@ def _symbol_in(code: Path) -> str:
     return found[1].decode() if found else ""
 
 
-def _failed(plan: KernelPlan, error: str, log: str, fix: str = "mend the line named above") -> CompileError:
+def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor") -> CompileError:
     lines = [line for line in log.splitlines() if re.search(r"\berror\b", line)]
     found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:6])
     where = f"{plan.architecture.capability.sm} with {plan.compiler} ({plan.compiler.path})"
-    return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix if lines else "flexops doctor" if fix.startswith("mend") else fix)
+    fix = "mend the line named above" if lines else fix
+    return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix)
 
 
 # ---- headers -------------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..errors import ToolchainError
 
 if TYPE_CHECKING:
-    from ..compute_capability import Architecture
     from ..toolchain.model import HostCompiler, Toolchain, TorchBuild
     from ..toolchain.resources import Resources
     from .spec import DeviceType, OpSpec
@@ -247,10 +246,10 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     header = BINDING_HEADER if host.kind == "gcc" else ""
     steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory, shared_header=header)]
     plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+    levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in spec.isa_levels} if device == "cpu" else {"": ("-O1",)}
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
-        stem = Path(source).stem
-        variants = {f"{stem}_{isa}.o": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in spec.isa_levels} if device == "cpu" else {f"{stem}.o": ("-O1",)}
-        for output, flags in variants.items():
+        for level, flags in levels.items():
+            output = f"{Path(source).stem}{level}.o"
             steps.append(Step("host", output, (str(csrc / source),), (*plain, *flags, "-c", str(csrc / source), "-o", output)))
     return steps
 

@@ -1,4 +1,4 @@
-"""Which architectures a build is for: what was asked for, as far as this nvcc can emit it."""
+"""Which architectures a build is for: what was asked for, as far as this CUDA version can emit it."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def _stand_in(wanted: Architecture, toolkit: Version, plain: Sequence[ComputeCap
     capability = wanted.capability
     older = [one for one in plain if one <= capability.base]
     if not older:
-        return None, f"{wanted}: nvcc {toolkit} emits nothing older than {plain[0]}; left out"
+        return None, f"{wanted}: CUDA {toolkit} emits nothing older than {plain[0]}; left out"
     nearest = older[-1]
     if nearest.major == capability.major and wanted.sass:
-        return Architecture(nearest, ptx=wanted.ptx), f"{wanted}: nvcc {toolkit} cannot emit it; {nearest} is compiled instead, which runs there"
-    return Architecture(nearest, ptx=True, sass=False), f"{wanted}: newer than nvcc {toolkit} knows; the driver will compile it from PTX of {nearest}"
+        return Architecture(nearest, ptx=wanted.ptx), f"{wanted}: CUDA {toolkit} cannot emit it; {nearest} is compiled instead, which runs there"
+    return Architecture(nearest, ptx=True, sass=False), f"{wanted}: newer than CUDA {toolkit} knows; the driver will compile it from PTX of {nearest}"
 
 
 def _mainstream(mainstream: Sequence[str], supported: Sequence[ComputeCapability]) -> ArchitectureChoice:
@@ -82,7 +82,7 @@ def _no_such_gpu(beyond: Sequence[Architecture], newest: ComputeCapability, tool
 def _nothing_left(wanted: Sequence[Architecture], toolkit: Version, supported: Sequence[ComputeCapability], notes: Sequence[str]) -> ArchitectureError:
     newest = [one for one in supported if not one.suffix][-1]
     return ArchitectureError(
-        f"nvcc {toolkit} cannot compile for {format_arch_list(wanted)}",
+        f"CUDA {toolkit} cannot compile for {format_arch_list(wanted)}",
         found="; ".join(notes),
         required=f"one or more of {', '.join(map(str, supported))}, or an older CUDA toolkit",
         fix=f'export TORCH_CUDA_ARCH_LIST="{newest}"   # the capability of the GPU that this will run on',

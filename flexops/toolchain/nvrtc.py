@@ -78,7 +78,7 @@ def find(context: SearchContext) -> Search[DeviceCompiler]:
     return run(STEPS, context, read)
 
 
-def read(directory: str, context: SearchContext) -> DeviceCompiler | Rejected | None:
+def read(directory: str, _: SearchContext) -> DeviceCompiler | Rejected | None:
     """The NVRTC in a directory of libraries; why it is none; None when there is no trace of one."""
     names = sorted(_names(directory), key=len)  # libnvrtc.so.13 before libnvrtc.so.13.0.88
     library = next((name for name in names if _LIBRARY.fullmatch(name)), None)

@@ -21,7 +21,6 @@ from flexops import settings, toolchain
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CompileError, ToolchainError
 from flexops.op_builder import catalog, device_code, layout, loader, provider
-from flexops.op_builder.aot import build_specs
 from flexops.op_builder.cache import BuildCache
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
@@ -127,7 +126,7 @@ def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_pa
     assert not any("softmax" in name for name in first.plan.files)
 
 
-def test_what_decides_about_the_code_is_in_its_key(compilers: dict[tuple[int, int], DeviceCompiler], compiler: DeviceCompiler) -> None:
+def test_what_decides_about_the_code_is_in_its_key(compiler: DeviceCompiler) -> None:
     plans = [plan(ROTATE, compiler), plan("flexops::rope::rotate<flexops::f16>", compiler), plan(ROTATE, compiler, "8.0"), plan(ROTATE, compiler, "compute_90")]
     plans.append(plan(ROTATE, compiler._replace(identity="NVRTC 13.0 of 1 bytes")))
     assert len({one.key for one in plans}) == len(plans)
@@ -138,7 +137,7 @@ def test_what_decides_about_the_code_is_in_its_key(compilers: dict[tuple[int, in
 def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path: Path, compiler: DeviceCompiler) -> None:
     """The driver compiles it there; the note says so."""
     choice = toolchain.architectures.resolve(None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules())
-    assert [str(one) for one in choice.architectures][0].startswith("compute_")
+    assert str(choice.architectures[0]).startswith("compute_")
     assert "newer than" in choice.notes[0]
     one = device_code.plan_kernel("rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC)
     entry = device_code.obtain([one], BuildCache(tmp_path))[0].require()
@@ -186,8 +185,9 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Pa
     cache = BuildCache(tmp_path / "cache")
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
     worker = tmp_path / "worker.py"
-    for body, said in (("import time; time.sleep(60)", "not done after 1 s"), ("import os; os.kill(os.getpid(), 9)", "signal 9"), ("import os; os._exit(3)", "status 3")):
-        worker.write_text(body)
+    ends = {"time.sleep(60)": "not done after 1 s", "os.kill(os.getpid(), 9)": "signal 9", "os._exit(3)": "status 3"}
+    for end, said in ends.items():
+        worker.write_text(f"import os, time; {end}")
         original, device_code._WORKER = device_code._WORKER, worker
         try:
             result = device_code.obtain([one], cache, time_limit=1)[0]
@@ -227,7 +227,8 @@ def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
     assert "libnvrtc-builtins.so.13.0" in said
 
 
-def test_of_several_the_one_of_torchs_own_version_is_taken(compilers: dict[tuple[int, int], DeviceCompiler]) -> None:
+@pytest.mark.usefixtures("compiler")
+def test_of_several_the_one_of_torchs_own_version_is_taken() -> None:
     from builds import OLD_TORCH, TORCH
 
     found = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
@@ -242,9 +243,10 @@ def test_of_several_the_one_of_torchs_own_version_is_taken(compilers: dict[tuple
 
 def test_where_there_is_no_compiler_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from builds import OLD_TORCH
+
     from flexops.toolchain.select import Choice
 
-    monkeypatch.setattr(toolchain, "device_compiler", lambda chosen: Choice(None, (), (), ("nowhere",)))
+    monkeypatch.setattr(toolchain, "device_compiler", lambda _: Choice(None, (), (), ("nowhere",)))
     monkeypatch.setattr(toolchain, "torch_build", lambda: OLD_TORCH)
     with pytest.raises(ToolchainError) as caught:
         provider.compiler_for(settings.current(), ())

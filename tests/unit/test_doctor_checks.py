@@ -29,8 +29,10 @@ from flexops.doctor.facts import (
 from flexops.doctor.finding import Finding
 from flexops.settings import Settings
 from flexops.toolchain.driver import DriverCuda, DriverRelease
-from flexops.toolchain.model import CudaToolkit, HostCompiler, Rejected, Tool, Toolchain, TorchBuild, Version
+from flexops.toolchain.model import CudaToolkit, Found, HostCompiler, Rejected, Tool, Toolchain, TorchBuild, Version
+from flexops.toolchain.nvrtc import DeviceCompiler
 from flexops.toolchain.resources import Resources
+from flexops.toolchain.select import Choice
 
 GIB = 2**30
 LINUX = PlatformFact("Linux", "6.1", "x86_64", "Debian 12", "glibc 2.36", "", "sudo apt-get install -y")
@@ -199,20 +201,41 @@ def test_torch_gpu(fact: TorchFact, gpus: GpuFact, variables: dict[str, str], st
 OTHER_MAJOR = BARE._replace(host=GCC, ninja=NINJA, rejected=(Rejected("CUDA toolkit", Path("/usr/local/cuda-12.1"), "CUDA 12.1 is of another major"),))
 
 
+ROCM_TORCH = replace(CPU_TORCH, version="2.13.0+rocm7.2", hip="7.2")
+NVRTC = DeviceCompiler("nvrtc", Path("/py/nvidia/cu13/lib/libnvrtc.so.13"), Version((13, 0)), "NVRTC 13.0 of 1 bytes")
+FOUND = Choice(Found(NVRTC, "site-packages"))
+OTHER_NVRTC = Choice[DeviceCompiler](None, (Rejected("NVRTC", Path("/py/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"), "CUDA 12.1 is of another major"),))
+
+
+@pytest.mark.parametrize(
+    ("choice", "torch", "gpu", "needed", "jit", "status", "words"),
+    [
+        (FOUND, CUDA_TORCH, True, True, True, "ok", ("NVRTC 13.0", "found via site-packages")),
+        (Choice(FOUND.taken, OTHER_NVRTC.rejected, ("a torch of another minor",)), CUDA_TORCH, True, True, True, "ok", ("not taken", "minor")),
+        (Choice(), CPU_TORCH, False, True, True, "ok", ("none is needed",)),
+        (Choice(), CUDA_TORCH, True, False, True, "ok", ("compiled already",)),
+        (OTHER_NVRTC, CUDA_TORCH, True, True, True, "fail", ("another major", "nvidia-cuda-nvrtc")),
+        (OTHER_NVRTC, CUDA_TORCH, True, True, False, "warn", ("nvidia-cuda-nvrtc",)),
+        (OTHER_NVRTC, CUDA_TORCH, False, True, True, "warn", ("nvidia-cuda-nvrtc",)),
+    ],
+)
+def test_device_compiler(
+    choice: Choice[DeviceCompiler], torch: TorchFact, gpu: bool, needed: bool, jit: bool, status: str, words: tuple[str, ...]
+) -> None:
+    is_(tools.device_compiler(choice, torch, gpu=gpu, needed=needed, jit=jit), status, *words)
+
+
 @pytest.mark.parametrize(
     ("found", "torch", "gpu", "needed", "jit", "status", "words"),
     [
         (WHOLE, CUDA_TORCH, True, True, True, "ok", ("CUDA 13.0", "/usr/local/cuda-13.0")),
         (WHOLE, CPU_TORCH, False, True, True, "ok", ("CUDA 13.0",)),
         (BARE, CPU_TORCH, False, True, True, "ok", ("CPU build",)),
-        (BARE, CUDA_TORCH, False, True, True, "ok", ("no GPU is here",)),
-        (BARE, CUDA_TORCH, True, False, True, "ok", ("compiled already",)),
-        (BARE, CUDA_TORCH, True, True, True, "fail", ("13.0", "cuda-toolkit[nvcc,cudart,cccl]")),
-        (BARE, CUDA_TORCH, True, True, False, "warn", ("cuda-toolkit",)),
-        (OTHER_MAJOR, CUDA_TORCH, False, True, True, "warn", ("/usr/local/cuda-12.1", "another major")),
-        (OTHER_MAJOR, CUDA_TORCH, True, True, True, "fail", ("another major",)),
-        (OTHER_MAJOR, CUDA_TORCH, True, False, True, "ok", ("compiled already",)),
-        (OTHER_MAJOR, CUDA_TORCH, False, False, True, "ok", ("compiled already",)),
+        (BARE, CUDA_TORCH, True, True, True, "ok", ("your own .cu sources",)),
+        (BARE, ROCM_TORCH, False, True, True, "ok", ("no GPU is here",)),
+        (BARE, ROCM_TORCH, True, False, True, "ok", ("compiled already",)),
+        (BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2")), ROCM_TORCH, True, True, True, "fail", ("rocm-hip-sdk",)),
+        (BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2")), ROCM_TORCH, True, True, False, "warn", ("rocm-hip-sdk",)),
     ],
 )
 def test_toolkit(found: Toolchain, torch: TorchFact, gpu: bool, needed: bool, jit: bool, status: str, words: tuple[str, ...]) -> None:
@@ -229,20 +252,19 @@ OLDER = HostCompiler(Path("/usr/bin/g++-11"), Version.parse("11.4.0"), "gcc 11.4
 
 
 @pytest.mark.parametrize(
-    ("cpu", "cuda", "needed", "jit", "gpu", "status", "words"),
+    ("cpu", "cuda", "needed", "jit", "status", "words"),
     [
-        (WHOLE, WHOLE, True, True, True, "ok", ("gcc 12.2.0", "nvcc 13.0 accepts")),
-        (WHOLE, BARE, True, True, False, "ok", ("gcc 12.2.0",)),
-        (WHOLE, WHOLE._replace(host=OLDER), True, True, True, "ok", ("for nvcc 13.0 gcc 11.4.0",)),
-        (WHOLE, TOO_NEW, True, True, True, "fail", ("newer than nvcc 13.0 accepts", "g++-15")),
-        (WHOLE, TOO_NEW, True, True, False, "warn", ("g++-15",)),
-        (BARE, BARE, True, True, False, "fail", ("no C++ compiler", "apt-get install g++")),
-        (BARE, BARE, True, False, False, "warn", ("apt-get install g++",)),
-        (BARE, BARE, False, True, False, "ok", ("compiled already",)),  # an image with libraries and without a compiler
+        (WHOLE, WHOLE, True, True, "ok", ("gcc 12.2.0", "nvcc 13.0 accepts")),
+        (WHOLE, BARE, True, True, "ok", ("gcc 12.2.0",)),
+        (WHOLE, WHOLE._replace(host=OLDER), True, True, "ok", ("for nvcc 13.0 gcc 11.4.0",)),
+        (WHOLE, TOO_NEW, True, True, "warn", ("newer than nvcc 13.0 accepts", "g++-15")),
+        (BARE, BARE, True, True, "fail", ("no C++ compiler", "apt-get install g++")),
+        (BARE, BARE, True, False, "warn", ("apt-get install g++",)),
+        (BARE, BARE, False, True, "ok", ("compiled already",)),  # an image with libraries and without a compiler
     ],
 )
-def test_host_compiler(cpu: Toolchain, cuda: Toolchain, needed: bool, jit: bool, gpu: bool, status: str, words: tuple[str, ...]) -> None:
-    is_(tools.host_compiler(cpu, cuda, needed=needed, jit=jit, gpu=gpu), status, *words)
+def test_host_compiler(cpu: Toolchain, cuda: Toolchain, needed: bool, jit: bool, status: str, words: tuple[str, ...]) -> None:
+    is_(tools.host_compiler(cpu, cuda, needed=needed, jit=jit), status, *words)
 
 
 def test_ninja() -> None:
@@ -338,32 +360,34 @@ def test_stale_locks(locks: tuple[LockFile, ...], status: str, word: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "toolkit", "gpus", "torch_cuda", "status", "words"),
+    ("asked", "compiler", "gpus", "torch_cuda", "status", "words"),
     [
-        (None, NVCC, (H200,), True, "ok", ("9.0", "GPU's own")),
-        (None, NVCC, (), True, "warn", ("not set", "IndexError", "export TORCH_CUDA_ARCH_LIST")),  # a builder without a GPU
-        (None, NVCC, (), False, "ok", ("not set",)),
-        (None, None, (), True, "ok", ("no toolkit",)),
-        ("9.0", NVCC, (H200,), True, "ok", ("covers the GPU",)),
-        ("8.0", NVCC, (H200,), True, "fail", ("no code for the GPU here (9.0)", 'TORCH_CUDA_ARCH_LIST="9.0"')),
-        ("8.0+PTX", NVCC, (H200,), True, "ok", ()),
-        ("8.0;9.0", NVCC, (H200, Gpu("B200", "10.0")), True, "warn", ("10.0",)),
-        ("7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX", NVCC, (H200,), True, "warn", ("7 architectures", 'TORCH_CUDA_ARCH_LIST="9.0"')),
-        ("7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX", NVCC, (), True, "ok", ()),  # what a builder for others wants
-        ("7.0;9.0", NVCC, (H200,), True, "warn", ("7.0", "left out")),
-        ("7.0", NVCC, (), True, "fail", ("nvcc 13.0 cannot compile for 7.0",)),
-        ("nonsense", NVCC, (), True, "fail", ("not understood",)),
+        (None, NVRTC, (H200,), True, "ok", ("9.0", "GPU's own")),
+        (None, NVRTC, (), True, "warn", ("not set", "IndexError", "export TORCH_CUDA_ARCH_LIST")),  # a builder without a GPU
+        (None, NVRTC, (), False, "ok", ("not set",)),
+        (None, None, (), True, "ok", ("no NVRTC",)),
+        ("9.0", NVRTC, (H200,), True, "ok", ("covers the GPU",)),
+        ("8.0", NVRTC, (H200,), True, "fail", ("no code for the GPU here (9.0)", 'TORCH_CUDA_ARCH_LIST="9.0"')),
+        ("8.0+PTX", NVRTC, (H200,), True, "ok", ()),
+        ("8.0;9.0", NVRTC, (H200, Gpu("B200", "10.0")), True, "warn", ("10.0",)),
+        ("7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX", NVRTC, (H200,), True, "warn", ("7 architectures", 'TORCH_CUDA_ARCH_LIST="9.0"')),
+        ("7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX", NVRTC, (), True, "ok", ()),  # what a builder for others wants
+        ("7.0;9.0", NVRTC, (H200,), True, "warn", ("7.0", "left out")),
+        ("7.0", NVRTC, (), True, "fail", ("CUDA 13.0 cannot compile for 7.0",)),
+        ("nonsense", NVRTC, (), True, "fail", ("not understood",)),
         ("nonsense", None, (), False, "warn", ("not understood",)),
-        ("native", NVCC, (), True, "fail", ("native",)),
+        ("native", NVRTC, (), True, "fail", ("native",)),
     ],
 )
-def test_architectures(asked: str | None, toolkit: CudaToolkit | None, gpus: tuple[Gpu, ...], torch_cuda: bool, status: str, words: tuple[str, ...]) -> None:
+def test_architectures(
+    asked: str | None, compiler: DeviceCompiler | None, gpus: tuple[Gpu, ...], torch_cuda: bool, status: str, words: tuple[str, ...]
+) -> None:
     chosen = settings(TORCH_CUDA_ARCH_LIST=asked or "")
-    is_(build.architectures(chosen, toolkit, gpus, torch_cuda=torch_cuda), status, *words)
+    is_(build.architectures(chosen, compiler, gpus, torch_cuda=torch_cuda), status, *words)
 
 
 def test_architectures_suggests_those_of_the_target() -> None:
-    is_(build.architectures(settings(), NVCC, (), torch_cuda=True, suggested="8.9"), "warn", 'TORCH_CUDA_ARCH_LIST="8.9"')
+    is_(build.architectures(settings(), NVRTC, (), torch_cuda=True, suggested="8.9"), "warn", 'TORCH_CUDA_ARCH_LIST="8.9"')
 
 
 @pytest.mark.parametrize(
@@ -460,13 +484,13 @@ def test_target_python() -> None:
 
 
 def test_target_toolkit() -> None:
-    older = CudaToolkit(Path("/usr/local/cuda-12.1"), Version.parse("12.1"), NVCC.nvcc, (), ())
-    is_(target.toolkit(ROW, WHOLE, compiled=False), "ok", "13.0")
-    is_(target.toolkit(ROW, WHOLE._replace(cuda=NVCC._replace(version=Version.parse("13.2"))), compiled=False), "ok", "as good")
-    is_(target.toolkit(ROW, WHOLE._replace(cuda=older), compiled=False), "fail", "12.1", "cuda-toolkit[nvcc,cudart,cccl]")
-    is_(target.toolkit(ROW, BARE, compiled=False), "fail", "none")
-    is_(target.toolkit(ROW, BARE, compiled=True), "ok", "not needed")
-    is_(target.toolkit(targets.load().find("cu121-sm80"), BARE, compiled=False), "fail", "conda")
+    is_(target.toolkit(ROW, NVRTC, compiled=False), "ok", "NVRTC 13.0")
+    is_(target.toolkit(ROW, NVRTC._replace(version=Version.parse("13.2")), compiled=False), "ok", "as good")
+    is_(target.toolkit(ROW, NVRTC._replace(version=Version.parse("12.1")), compiled=False), "fail", "12.1", "nvidia-cuda-nvrtc==13.0")
+    is_(target.toolkit(ROW, None, compiled=False), "fail", "none")
+    is_(target.toolkit(ROW, None, compiled=True), "ok", "not needed")
+    is_(target.toolkit(targets.load().find("cu121-sm80"), None, compiled=False), "fail", "nvidia-cuda-nvrtc-cu12==12.1")
+    is_(target.toolkit(targets.load().find("rocm72-gfx942"), None, compiled=False), "fail", "rocm/dev-ubuntu")
 
 
 def test_target_compiler() -> None:

@@ -155,7 +155,7 @@ def test_a_trial_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, name:
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexops.doctor.checks.machine.platform", raising)
     unknown = Unknown("nothing was looked at")
-    nothing = Facts(machine_probes.platform(), *(unknown for _ in range(13)))  # type: ignore[arg-type]
+    nothing = Facts(machine_probes.platform(), *(unknown for _ in range(14)))  # type: ignore[arg-type]
     findings = [one for section in judge(nothing) for one in section.findings]
     assert findings[0].found == "could not be judged: RuntimeError: this probe is broken"
     assert {one.id for one in findings if one.status == "fail"} == {"torch"}

@@ -11,7 +11,7 @@ from ..finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:
     from ...settings import Settings
-    from ...toolchain.model import CudaToolkit
+    from ...toolchain.nvrtc import DeviceCompiler
     from ...toolchain.resources import Resources
 
 LEAST_FREE = 2**30
@@ -69,8 +69,8 @@ def libraries(facts: Sequence[LibraryFact], ops: Sequence[str], *, jit: bool) ->
         yield ok("libraries", f"{', '.join(names)} ({' and '.join(origin)})" if names else f"none yet; {', '.join(ops)} are compiled at first use")
 
 
-def architectures(chosen: Settings, toolkit: CudaToolkit | None, gpus: Sequence[Gpu], *, torch_cuda: bool, suggested: str = "") -> Finding:
-    """What ``TORCH_CUDA_ARCH_LIST`` says, against the GPU and what nvcc can emit.
+def architectures(chosen: Settings, compiler: DeviceCompiler | None, gpus: Sequence[Gpu], *, torch_cuda: bool, suggested: str = "") -> Finding:
+    """What ``TORCH_CUDA_ARCH_LIST`` says, against the GPU and what the device compiler can emit.
 
     Args:
         torch_cuda: torch is built for CUDA.
@@ -83,10 +83,10 @@ def architectures(chosen: Settings, toolkit: CudaToolkit | None, gpus: Sequence[
 
     here = [ComputeCapability.parse(one.capability) for one in gpus if one.vendor == "nvidia"]
     asked = chosen.arch_list
-    if toolkit is None:
-        return _without_toolkit(asked, here)
+    if compiler is None:
+        return _without_compiler(asked, here)
     try:
-        choice = resolve(asked, toolkit.version, detected=here, known=rules())
+        choice = resolve(asked, compiler.version, detected=here, known=rules())
     except FlexopsError as error:
         return fail("architectures", f"TORCH_CUDA_ARCH_LIST={asked}: {error.what}", error.required, error.fix)
     compiled = ";".join(map(str, choice.architectures))
@@ -104,7 +104,7 @@ def architectures(chosen: Settings, toolkit: CudaToolkit | None, gpus: Sequence[
         found = f"TORCH_CUDA_ARCH_LIST={asked}: no code for the GPU here ({', '.join(uncovered)})"
         return judge("architectures", found, "the GPU's capability in the list", exact)
     if choice.notes:
-        return warn("architectures", f"TORCH_CUDA_ARCH_LIST={asked}: {'; '.join(choice.notes)}", f"architectures that nvcc {toolkit.version} can emit", exact)
+        return warn("architectures", f"TORCH_CUDA_ARCH_LIST={asked}: {'; '.join(choice.notes)}", f"architectures that {compiler} can emit", exact)
     if here and len(choice.architectures) > max(MANY_ARCHITECTURES, len(set(here))):
         found = f"TORCH_CUDA_ARCH_LIST={asked}: {len(choice.architectures)} architectures, the GPUs here have {len(set(here))}"
         return warn("architectures", found, "only the GPU's own while developing: each one adds its compile time", exact)
@@ -115,18 +115,18 @@ def _notes(notes: Sequence[str]) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _without_toolkit(asked: str | None, here: Sequence[object]) -> Finding:
+def _without_compiler(asked: str | None, here: Sequence[object]) -> Finding:
     from ...compute_capability import parse_arch_list
     from ...errors import ArchitectureError
 
     if asked is None:
-        return ok("architectures", "not set; there is no toolkit to compile with" + (", the GPU's own would be taken" if here else ""))
+        return ok("architectures", "not set; there is no NVRTC to compile with" + (", the GPU's own would be taken" if here else ""))
     try:
         parse_arch_list(asked, native=list, supported=[])
     except ArchitectureError as error:
         if "not understood" in error.what:
             return warn("architectures", f"TORCH_CUDA_ARCH_LIST={asked}: {error.what}", error.required, error.fix)
-    return ok("architectures", f"TORCH_CUDA_ARCH_LIST={asked}; there is no toolkit to compile with")
+    return ok("architectures", f"TORCH_CUDA_ARCH_LIST={asked}; there is no NVRTC to compile with")
 
 
 def jobs(chosen: Settings, resources: Resources) -> Finding:

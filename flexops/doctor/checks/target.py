@@ -11,7 +11,8 @@ from ..finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:
     from ...targets import Target
-    from ...toolchain.model import Toolchain
+    from ...toolchain.model import RocmToolkit, Toolchain
+    from ...toolchain.nvrtc import DeviceCompiler
 
 
 def target(fact: TargetFact) -> Finding:
@@ -56,23 +57,21 @@ def python(row: Target, fact: PythonFact) -> Finding:
     return fail("target-python", found, required, f"uv venv --python {row.python} .venv   # or: conda create -n flexops python={row.python}")
 
 
-def toolkit(row: Target, tools: Toolchain, *, compiled: bool) -> Finding:
-    """``compiled``: every op has a library for this row, so that no toolkit is needed."""
-    from ...toolchain import toolkit_fix
-    from ...toolchain.model import Version
+def toolkit(row: Target, found: DeviceCompiler | RocmToolkit | None, *, compiled: bool) -> Finding:
+    """What compiles device code. ``compiled``: every op has a library for this row, so that nothing is compiled."""
+    from ...toolchain.diagnosis import nvrtc_fix
+    from ...toolchain.model import RocmToolkit, Version
 
-    found = tools.rocm if row.accelerator == "rocm" else tools.cuda
     wanted = Version.parse(row.toolkit)
+    text = "none" if found is None else f"ROCm {found.version}, {found.root}" if isinstance(found, RocmToolkit) else f"{found}, {found.path}"
     if found is not None and found.version.major == wanted.major:
         other = "" if found.version.minor == wanted.minor else f"; the row has {row.toolkit_minor}, which is as good"
-        return ok("target-toolkit", f"{found.version}, {found.root}{other}")
-    text = f"{found.version}, {found.root}" if found is not None else "none"
+        return ok("target-toolkit", text + other)
     if compiled:
         return ok("target-toolkit", f"{text}; not needed, the operators are compiled")
     if row.accelerator == "rocm":
         return fail("target-toolkit", text, f"ROCm {wanted.major}.x", f"work in {row.build_base}")
-    fix = f'{sys.executable} -m pip install "{row.toolkit_requirement}"' if row.toolkit_requirement else toolkit_fix(row.toolkit_minor)
-    return fail("target-toolkit", text, f"CUDA {wanted.major}.x, best {row.toolkit_minor}", fix)
+    return fail("target-toolkit", text, f"NVRTC of CUDA {wanted.major}.x, best {row.toolkit_minor}", nvrtc_fix(wanted))
 
 
 def host_compiler(row: Target, tools: Toolchain, *, compiled: bool) -> Finding:

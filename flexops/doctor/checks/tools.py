@@ -12,6 +12,8 @@ from ..finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:
     from ...toolchain.model import Toolchain
+    from ...toolchain.nvrtc import DeviceCompiler
+    from ...toolchain.select import Choice
 
 _LEAST_COMPILES = 50
 _POOR_HIT_RATE = 0.05
@@ -24,14 +26,32 @@ def has_library(op_libraries: Iterable[LibraryFact], device: str, ops: Iterable[
     return set(ops) <= usable
 
 
-def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit: bool) -> Finding:
-    """The CUDA toolkit or ROCm.
+def device_compiler(choice: Choice[DeviceCompiler], torch: TorchFact, *, gpu: bool, needed: bool, jit: bool) -> Finding:
+    """NVRTC, or the nvcc that takes its place.
 
     Args:
         gpu: there is a GPU here that torch's build is for.
-        needed: some op has no library for it, so that one must be compiled.
+        needed: some op has kernels that are not compiled yet.
         jit: compiling at run time is allowed.
     """
+    refused = [f"not taken: {one.path} ({one.reason})" for one in choice.rejected]
+    if choice.taken:
+        found = f"{choice.taken.value}, {choice.taken.value.path} (found via {choice.taken.found_via})"
+        return ok("device-compiler", "; ".join([found, *choice.notes, *refused]))
+    if not torch.cuda:
+        return ok("device-compiler", "none; torch is not built for CUDA, so none is needed")
+    from ...toolchain.diagnosis import no_device_compiler
+    from ...toolchain.installed_torch import torch_build
+
+    error = no_device_compiler(choice, torch_build())
+    if not needed:
+        return ok("device-compiler", "none; every operator is compiled already")
+    details = f"{error.what}; {error.found}"
+    return (fail if gpu and jit else warn)("device-compiler", details, error.required, error.fix)
+
+
+def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit: bool) -> Finding:
+    """The CUDA toolkit, which only people's own ``.cu`` sources need, or ROCm, which the operators need on an AMD GPU. Arguments as above."""
     from ...toolchain import missing
 
     found = tools.rocm or tools.cuda
@@ -43,7 +63,9 @@ def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit:
     if not (torch.cuda or torch.hip):
         return ok("toolkit", "none; torch is a CPU build, which needs none")
     error = missing(tools, "cuda")
-    what, required, fix = (error.what, error.required, error.fix) if error else ("no toolkit was found", "a CUDA toolkit", "flexops target detect")
+    what, required, fix = (error.what, error.required, error.fix) if error else ("no toolkit was found", "ROCm", "flexops target detect")
+    if not torch.hip:
+        return ok("toolkit", "none; only flexops.load of your own .cu sources needs one", f"{required}: {fix}")
     details = f"{what}; {error.found}" if error and error.found else what
     if not needed:
         return ok("toolkit", "none; every operator is compiled already")
@@ -58,8 +80,8 @@ def _refused(tools: Toolchain, kinds: Sequence[str]) -> list[str]:
     return [f"not taken: {one.path} ({one.reason})" for one in tools.rejected if one.what in kinds]
 
 
-def host_compiler(cpu: Toolchain, cuda: Toolchain, *, needed: bool, jit: bool, gpu: bool) -> Finding:
-    """The C++ compiler: for CPU code, and the one that nvcc accepts. ``needed``: some op must be compiled here."""
+def host_compiler(cpu: Toolchain, cuda: Toolchain, *, needed: bool, jit: bool) -> Finding:
+    """The C++ compiler: for host code, and the one that nvcc accepts, for people's own ``.cu`` sources. ``needed``: some op must be compiled here."""
     from ...toolchain import missing
 
     if cpu.host is None:
@@ -78,7 +100,7 @@ def host_compiler(cpu: Toolchain, cuda: Toolchain, *, needed: bool, jit: bool, g
         reasons = "; ".join(f"{one.path}: {one.reason}" for one in cuda.rejected if one.what == "C++ compiler")
         error = missing(cuda, "cuda")
         required, fix = (error.required, error.fix) if error else ("a compiler that nvcc accepts", "apt-get install g++-12")
-        return (fail if gpu and jit else warn)("host-compiler", f"{text}; nvcc {cuda.cuda.version} accepts none: {reasons}", required, fix)
+        return warn("host-compiler", f"{text}; nvcc {cuda.cuda.version} accepts none: {reasons}", required, fix)
     if cuda.host.path != cpu.host.path:
         return ok("host-compiler", f"{text}; for nvcc {cuda.cuda.version} {cuda.host.kind} {cuda.host.version}, {cuda.host.path}")
     return ok("host-compiler", f"{text}, which nvcc {cuda.cuda.version} accepts")

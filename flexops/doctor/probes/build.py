@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ...op_builder.spec import DeviceType
     from ...settings import Settings
     from ...toolchain.model import Toolchain
+    from ...toolchain.nvrtc import DeviceCompiler
     from ...toolchain.resources import Resources
+    from ...toolchain.select import Choice
 
 _SCCACHE_PORT = 4226
 
@@ -29,6 +31,12 @@ def tools(chosen: Settings, device: DeviceType) -> Toolchain:
     from ...toolchain import discover
 
     return discover(chosen, device=device)
+
+
+def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
+    from ...toolchain import device_compiler as find
+
+    return find(chosen)
 
 
 def resources() -> Resources:

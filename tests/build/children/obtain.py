@@ -23,17 +23,17 @@ from builds import SQUARE, tiny_plan
 
 from flexops import settings
 from flexops.errors import FlexopsError
-from flexops.op_builder import builder, layout, loader
+from flexops.op_builder import aot, builder, layout, loader
 from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.plan import BuildPlan
 
 
-def plan_of(request: dict[str, Any]) -> BuildPlan:
+def build(request: dict[str, Any]) -> builder.Result:
     if "folder" in request:
-        return tiny_plan(Path(request["folder"]), compiler=request.get("compiler", "g++"))
+        plan = tiny_plan(Path(request["folder"]), compiler=request.get("compiler", "g++"))
+        return builder.obtain([plan], loader.open_cache(settings.current()))[0]
     layout.csrc_root = lambda: Path(request["csrc"])
     chosen = settings.current()
-    return loader.local_plan(SQUARE, request["device"], replace(chosen, arch_list=request.get("arch") or chosen.arch_list))
+    return aot.build_specs((SQUARE,), (request["device"],), replace(chosen, arch_list=request.get("arch") or chosen.arch_list))[0]
 
 
 def die() -> None:
@@ -68,12 +68,12 @@ def main() -> None:
     if request.get("die"):
         prepare_death(request["die"])
     try:
-        plan = plan_of(request)
-        result = builder.obtain([plan], loader.open_cache(settings.current()))[0]
+        result = build(request)
         entry = result.require()
         said: dict[str, Any] = {
-            "library": str(entry.library), "cached": result.cached, "architectures": entry.manifest.architectures, "memory": plan.memory_bytes,
-            "headers": sorted(entry.manifest.files),
+            "library": str(entry.library), "cached": result.cached, "architectures": result.architectures, "memory": result.plan.memory_bytes,
+            "headers": sorted(entry.manifest.files), "kernels": [str(kernel.require().library) for kernel in result.kernels],
+            "compilers": sorted({kernel.require().manifest.compiler for kernel in result.kernels}),
         }  # fmt: skip
     except FlexopsError as error:
         said = {"error": str(error), "kind": type(error).__name__, "fix": error.fix, "log": str(getattr(error, "log", None) or "")}
