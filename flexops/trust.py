@@ -45,6 +45,17 @@ def path_problem(path: str, *, passage: bool = False) -> str:
     return ""
 
 
+def make_directory(path: str, mode: int = 0o755) -> None:
+    """``mkdir -p``, but what is made nobody else may write to, whatever the umask."""
+    if not os.path.isdir(path):
+        make_directory(os.path.dirname(path))
+        try:
+            os.mkdir(path, mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+
+
 def _passage_problem(status: os.stat_result) -> str:
     """The same of a directory or link on the way. Here a sticky bit does help, and the group that a user is alone in does no harm."""
     if status.st_uid not in (os.geteuid(), 0) and not _is_unmapped(status.st_uid):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from .. import trust
 from . import children
 from .children import Child
 from .facts import BuildTrial, OpTrial
@@ -47,7 +48,7 @@ def workplace(cache_root: Path | None) -> Iterator[Path]:
 
 def _inside(cache_root: Path) -> Path | None:
     try:
-        (cache_root / ".tmp").mkdir(parents=True, exist_ok=True)
+        trust.make_directory(str(cache_root / ".tmp"))
         return Path(tempfile.mkdtemp(prefix="doctor-", dir=cache_root / ".tmp"))
     except OSError:
         return None

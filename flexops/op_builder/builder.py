@@ -158,7 +158,7 @@ def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome
     log = cache.root / plan.name / "failed-build.log"
     record = {"what": f"{plan.name} could not be built: {found.cause}", "found": found.error, "fix": found.fix, "log": str(log)}
     with contextlib.suppress(OSError):  # on a full disk the diagnosis itself must still come through
-        log.parent.mkdir(exist_ok=True)
+        cache.make_name(plan.name)
         replace_file(log, own)
         if outcome.complete:  # a build that was killed says nothing about the next
             told = [path for path in compiler.depfiles(plan, directory) if path.exists()]

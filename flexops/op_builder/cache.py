@@ -177,17 +177,19 @@ class BuildCache:
 
     def _make(self, directory: Path, mode: int = 0o755) -> None:
         """Make a directory that nobody else can write to, whatever the umask; in a shared cache, whoever may write to the root."""
-        if self.shared and directory != self.root:
-            mode = stat.S_IMODE(self.root.stat().st_mode)
-        _make_parents(directory.parent)
-        try:
-            directory.mkdir(mode=mode)
-        except FileExistsError:
-            if not directory.is_dir():
-                raise
-        else:
-            if self.shared:
-                os.chmod(directory, mode)
+        there = directory.is_dir()
+        trust.make_directory(str(directory), mode)
+        if self.shared and directory != self.root and not there:
+            os.chmod(directory, stat.S_IMODE(self.root.stat().st_mode))
+
+    def make_name(self, name: str) -> Path:
+        """The directory that holds all that is called so; one that somebody else could write to is put aside with what is in it."""
+        directory = self.root / name
+        with contextlib.suppress(OSError):
+            if not self.shared and trust.problem(directory.lstat()):
+                self._quarantine(directory)
+        self._make(directory)
+        return directory
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
@@ -247,7 +249,7 @@ class BuildCache:
         for attempt in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
             try:
                 self._close(built)
-                self._make(final.parent)
+                self.make_name(manifest.name)
                 os.rename(built, final)
             except OSError as error:
                 refused = error
@@ -355,7 +357,7 @@ class BuildCache:
     def _quarantine(self, directory: Path) -> None:
         """Put a directory aside; all of its name, if somebody else can change what is called so."""
         with contextlib.suppress(OSError):  # a read-only cache keeps its damage, and each look-up still counts as a miss
-            if not self.shared and trust.problem(directory.parent.lstat()):
+            if directory.parent != self.root and not self.shared and trust.problem(directory.parent.lstat()):
                 directory = directory.parent
             self._make(self.root / ".quarantine")
             aside = tempfile.mkdtemp(prefix=f"{directory.parent.name}-", dir=self.root / ".quarantine")
@@ -417,13 +419,6 @@ def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
     if isinstance(why, Refusal):
         return CacheError("the finished build could not be stored", found=why.reason, fix=why.fix or fix)
     return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
-
-
-def _make_parents(directory: Path) -> None:
-    """``mkdir -p``, but what is made nobody else may write to, whatever the umask."""
-    if not directory.is_dir():
-        _make_parents(directory.parent)
-        directory.mkdir(mode=0o755, exist_ok=True)
 
 
 def _copy_file(source: Path, target: Path, limit: int) -> None:

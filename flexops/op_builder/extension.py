@@ -279,7 +279,7 @@ def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
             raise CacheError("build_directory is not safe to load from", found=problem, required=required, fix=fix)
         if verify(directory, entry.manifest, own=not shared) is None:
             return target
-        directory.mkdir(parents=True, exist_ok=True)
+        trust.make_directory(str(directory))
         for item in entry.directory.iterdir():
             if item.is_file() and item != entry.library:
                 _copy(item, directory / item.name)

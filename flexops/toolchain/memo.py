@@ -98,7 +98,7 @@ def _pruned(tables: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, list
 
 def _write(path: str, text: bytes) -> None:
     folder = os.path.dirname(path)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    trust.make_directory(folder, 0o700)
     if os.stat(folder).st_uid != os.getuid():
         return
     draft = f"{path}.{os.getpid()}.{time.monotonic_ns()}"

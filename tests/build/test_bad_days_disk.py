@@ -197,6 +197,18 @@ def test_a_cache_of_somebody_else_is_neither_read_nor_written(folder: Path, requ
     assert run_child("obtain.py", {"folder": str(folder / "tiny")}, shared)["cached"]
 
 
+def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) -> None:
+    """Of a build that fails, one that does not, and of what tools are remembered by."""
+    root = folder / "new" / "parents" / "cache"
+    tiny_plan(folder / "tiny", source="int broken = nothing_of_that_name;\n")
+    assert_said(build(folder, root, preexec_fn=lambda: os.umask(0)), "nothing_of_that_name")
+    tiny_plan(folder / "tiny", source='#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n')
+    assert_right(build(folder, root, preexec_fn=lambda: os.umask(0)))
+    assert build(folder, root)["cached"]
+    assert (root / "tools.json").exists()
+    assert [path for path in (folder / "new").rglob("*") if path.lstat().st_mode & 0o022] == []
+
+
 def test_an_op_with_a_cache_of_somebody_else_still_runs(tmp_path: Path, require: Callable[..., None]) -> None:
     require(os.geteuid() == 0, "the right to give a directory away", "run the tests as root in a container")
     cache = tmp_path / "cache"

@@ -242,6 +242,15 @@ def test_what_is_stored_under_umask_000_is_closed(tmp_path: Path, how: str) -> N
     assert BuildCache(root).lookup(plan)
 
 
+def test_a_name_that_was_open_is_put_aside_where_something_is_published(place: Path, plan: BuildPlan) -> None:
+    """A failed build under umask 000 left one, and the next build of that name could not be stored."""
+    root = home_of(VICTIM, place) / "cache"
+    as_user(VICTIM, lambda: publish(root, plan._replace(identity=(("another", "key"),)), "other"))
+    (root / plan.name).chmod(0o777)
+    as_user(VICTIM, lambda: publish(root, plan, "mine"))
+    assert as_user(VICTIM, lambda: found(root, plan)) == {"lookup": ["mine"], "candidates": ["mine"], "problem": ""}
+
+
 def test_a_team_s_cache_serves_and_takes_from_all_of_them(place: Path, plan: BuildPlan) -> None:
     root = place / "team"
     root.mkdir()
