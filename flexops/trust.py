@@ -57,8 +57,11 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 
 def _passage_problem(status: os.stat_result) -> str:
-    """The same of a directory or link on the way. Here a sticky bit does help, and the group that a user is alone in does no harm."""
-    if status.st_uid not in (os.geteuid(), 0) and not _is_unmapped(status.st_uid):
+    """The same of a directory or link on the way. Here a sticky bit does help, and the group that a user is alone in does no harm.
+
+    Nor does who owns flexops itself, such as the host's user whose checkout root works on in a container: that is whose code runs anyway.
+    """
+    if status.st_uid not in (os.geteuid(), 0) and not _is_unmapped(status.st_uid) and status.st_uid != os.stat(__file__).st_uid:
         return f"belongs to user id {status.st_uid}"
     writers = "" if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX else _writers(status)
     if not writers or (writers == "its group" and _is_private(status.st_gid, status.st_uid)):

@@ -157,7 +157,7 @@ def test_one_part_that_somebody_else_could_change(place: Path, plan: BuildPlan, 
     assert not [path for path in loose(root) if "/.quarantine/" not in path and "/.refused-" not in path]
 
 
-def test_who_could_put_another_directory_in_the_cache_s_place(place: Path) -> None:
+def test_who_could_put_another_directory_in_the_cache_s_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = home_of(VICTIM, place)
     (home / "open" / "cache").mkdir(parents=True)
     for path in (home / "open", home / "open" / "cache"):
@@ -181,6 +181,11 @@ def test_who_could_put_another_directory_in_the_cache_s_place(place: Path) -> No
     assert "can be written by its group" in problem("open/cache")
     os.chown(home / "open", ATTACKER, ATTACKER)
     assert f"{home}/open belongs to user id {ATTACKER}" in problem("open/cache")
+    (home / "flexops").touch()
+    os.chown(home / "flexops", ATTACKER, ATTACKER)
+    monkeypatch.setattr(trust, "__file__", str(home / "flexops"))
+    assert problem("open/cache") == "", "who owns flexops need not swap anything"
+    monkeypatch.undo()
     os.lchown(home / "link", ATTACKER, ATTACKER)
     assert f"{home}/link belongs to user id {ATTACKER}" in problem("link/cache")
 
