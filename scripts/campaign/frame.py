@@ -92,23 +92,29 @@ class Child:
 
     def wait(self) -> dict[str, Any]:
         """What it said; ``{"killed": N}`` if a signal ended it. Raises ``Fault`` if it hangs or raised what nobody promised."""
+        try:
+            return self._said(self._ended())
+        finally:
+            self.answer.unlink(missing_ok=True)
+
+    def _ended(self) -> int:
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                break
+                return status
             if time.monotonic() > self.deadline:
                 end(self.pid)
                 os.waitpid(self.pid, 0)
                 raise Fault("hang", f"a process had not ended after {SECONDS:.0f} s")
             time.sleep(0.002)
+
+    def _said(self, status: int) -> dict[str, Any]:
         if os.WIFSIGNALED(status):
             return {"killed": os.WTERMSIG(status)}
         try:
             said: dict[str, Any] = json.loads(self.answer.read_text())
         except (OSError, ValueError):
             raise Fault("traceback", f"a process ended with {status} and no answer") from None
-        finally:
-            self.answer.unlink(missing_ok=True)
         if "traceback" in said:
             raise Fault("traceback", said["traceback"])
         return said
