@@ -91,7 +91,7 @@ def define(
     below: Callable[..., Any] = functools.partial(_below_autograd, builtin(op))
     if plain:
         define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, hidden=True, function=function or name, tags=tags)
-        _library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see one op, whether or not there is a gradient
+        _library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see the op that was called
         below = builtin(getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default)
     if forward is not None:
         public[forward] = op

