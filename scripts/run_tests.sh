@@ -68,8 +68,18 @@ install_test_tools() {
   for program in "${programs[@]}"; do
     command -v "$program" >/dev/null || missing+=("$program")
   done
+  command -v ssh-keygen >/dev/null || missing+=("$(ssh_package)")
   [[ ${#missing[@]} -eq 0 ]] || step 'install what the tests need of the system' '' install_or_warn "${missing[@]}"
   [[ $(package_manager) != apt-get ]] || command -v hipcc >/dev/null || step 'install hipcc' '' install_or_warn hipcc libamdhip64-dev rocm-device-libs
+}
+
+# ssh_package: what ssh-keygen is in, which signs and checks entries of the cache.
+ssh_package() {
+  case $(package_manager) in
+    apt-get) printf 'openssh-client\n' ;;
+    pacman) printf 'openssh\n' ;;
+    *) printf 'openssh-clients\n' ;;
+  esac
 }
 
 install_or_warn() { install_packages "$@" || warn "could not be installed: $*"; }

@@ -38,6 +38,8 @@ def sign(file: Path, key: Path) -> None:
 def check(file: Path, content: bytes, trusted: Path) -> Refusal | None:
     """None if ``<file>.sig`` is a signature of ``content`` by one of the keys in ``trusted``, an ``allowed_signers`` file (see ssh-keygen(1))."""
     signature = file.with_name(file.name + SUFFIX)
+    if not trusted.is_file():
+        return Refusal(f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read", "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>")
     fix = "have it built by whoever holds the team's key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
     if not signature.exists():
         return Refusal(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)

@@ -280,7 +280,7 @@ def test_a_team_s_cache_serves_and_takes_from_all_of_them(place: Path, plan: Bui
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
     """Two key pairs, ``team`` and ``other``, and ``allowed_signers`` with the first."""
-    require(shutil.which("ssh-keygen"), "ssh-keygen", "apt-get install openssh-client")
+    require(shutil.which("ssh-keygen"), "ssh-keygen", "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does")
     folder = tmp_path_factory.mktemp("keys")
     for name in ("team", "other"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)], check=True)
@@ -324,6 +324,16 @@ def test_what_changed_after_it_was_signed(tmp_path: Path, keys: Path, what: str)
     if what.endswith("signature"):
         (entry.directory / "manifest.json.sig").write_text("" if what == "signature" else "-----BEGIN SSH SIGNATURE-----\n\x00")
     assert reader(tmp_path / "cache", keys).lookup(plan) is None
+
+
+def test_keys_that_are_not_there_are_said(tmp_path: Path, keys: Path) -> None:
+    plan = tiny_plan(tmp_path / "tiny")
+    made_up_entry(builder(tmp_path / "cache", keys), plan)
+    cache = BuildCache(tmp_path / "cache", trusted_keys=keys / "absent")
+    (candidate,) = cache.candidates(plan.name)
+    entry, refusal = cache.verified(candidate)
+    assert entry is None
+    assert "no file that can be read" in str(refusal)
 
 
 def test_nothing_is_built_that_could_not_be_opened(tmp_path: Path, keys: Path) -> None:
