@@ -143,8 +143,7 @@ class BuildCache:
             recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
             if not isinstance(recorded, dict):
                 return None
-            places = zip(places_today(plan, recorded), recorded.values(), strict=True)
-            return {plan.relocatable(path): (cache_key.file_digest if was else cache_key.file_state)(path) for path, was in places}
+            return cache_key.header_states(recorded, places_today(plan, recorded))
         except (OSError, ValueError):
             return None
 

@@ -10,7 +10,7 @@ from ..errors import CompileError
 from ..settings import Settings
 from ..toolchain.model import Toolchain
 from ..toolchain.resources import Resources
-from . import builder, pch
+from . import builder, pch, search
 from .builder import Result
 from .cache import BuildCache
 from .compiler import Progress
@@ -93,7 +93,17 @@ def _header(
     if not _users(plan, request) or pch.shadowed(request.include_dirs):
         return None
     flags = precompilable_flags(request, tools, python)
-    return pch.describe(cache.root, flags, tools.host, tools.torch, torch_identity(tools.torch), tools.environment, own=not cache.shared)
+    header = pch.describe(cache.root, flags, tools.host, tools.torch, torch_identity(tools.torch), tools.environment, own=not cache.shared)
+    return None if header and _hides(request, tools, header) else header
+
+
+def _hides(request: Request, tools: Toolchain, header: pch.PrecompiledHeader) -> bool:
+    """Whether the user's directories have other headers than the precompiled ones: those that were before them then, and those that are now."""
+    path = [part for name, value in tools.environment if name.endswith(("CPATH", "INCLUDE_PATH")) for part in value.split(":")]
+    mine = [os.path.normpath(part) for part in (*request.include_dirs, *search.directories(request.cflags), *path) if os.path.isabs(part)]
+    if not mine or not header.is_there():
+        return False
+    return search.hides(mine, header.depfile.read_text(encoding="utf-8", errors="surrogateescape"), header.command)
 
 
 def _users(plan: BuildPlan, request: Request) -> frozenset[str]:

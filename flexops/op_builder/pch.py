@@ -56,6 +56,11 @@ class PrecompiledHeader:
         return self.directory / _FILE
 
     @property
+    def depfile(self) -> Path:
+        """What it was made of."""
+        return self.directory / f"{_FILE}.d"
+
+    @property
     def key(self) -> str:
         return self.directory.name
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,23 @@ def places(plan: BuildPlan, directory: Path) -> list[str]:
             found |= _places_of(plan, step, directory, known[command])
     trusted = tuple(root.rstrip("/") + "/" for root in plan.trusted_roots)
     return sorted(path for path in found if not f"{path}/".startswith(trusted))
+
+
+def hides(directories: Sequence[str], depfile: str, command: Iterable[str]) -> bool:
+    """Whether one of the user's directories, which are searched first, has a header of a name that was found elsewhere, or was found there.
+
+    Args:
+        depfile: what a header that was compiled before has read, as text.
+        command: how it was compiled.
+    """
+    compiler, *flags = command
+    places = [f"{directory}/" for directory in _ask((compiler, *_search_flags(flags))).angle]
+    for header in map(os.path.normpath, cache_key.parse_depfile(depfile)):
+        place = max((place for place in places if header.startswith(place)), key=len, default="")
+        name = header[len(place) :]
+        if place and any(place == f"{directory}/" or os.path.isfile(os.path.join(directory, name)) for directory in directories):
+            return True
+    return False
 
 
 def read_search_path(text: str) -> SearchPath:
@@ -141,6 +158,13 @@ def _first_missing(path: str) -> str:
     """The uppermost part of a path that is not there: many names in one directory that does not exist are one thing to look for."""
     parent = os.path.dirname(path)
     return path if parent == path or os.path.isdir(parent) else _first_missing(parent)
+
+
+def directories(flags: Iterable[str]) -> list[str]:
+    """Those that a command's flags have searched for headers."""
+    words = list(_search_flags(flags))
+    found = [word.removeprefix("-isystem").removeprefix("-iquote").removeprefix("-idirafter").removeprefix("-I") for word in words]
+    return [word for word in found if word and not word.startswith("-")]
 
 
 def _search_flags(command: Iterable[str]) -> Iterator[str]:

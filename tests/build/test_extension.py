@@ -276,3 +276,16 @@ def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
         flexops.load("both", sources)
     assert all(f"{source}:1" in caught.value.found for source in sources)
     assert ":2" not in caught.value.found
+
+
+def test_a_cxx_that_is_too_old_is_replaced_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "old-compiler"
+    old.write_text("#!/bin/sh\necho 'gcc version 4.9.2'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.setenv("FLEXOPS_LOG", "info")
+    with pytest.warns(UserWarning, match=f"CXX={old} is not used .gcc 4.9.2 is too old"):
+        assert flexops.load("replaced", [write_module(tmp_path, "1")]).value() == 1
+    monkeypatch.setenv("CXX", str(tmp_path / "absent-g++"))
+    with pytest.raises(ToolchainError, match="CXX names a C\\+\\+ compiler that cannot be used"):
+        flexops.load("refused", [write_module(tmp_path, "1")])

@@ -73,6 +73,21 @@ def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> N
     assert headers(cache) == []
 
 
+def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "include").mkdir()
+    source = module(tmp_path, "hidden")
+    source.write_text(source.read_text().replace("#define VALUE 5", "#ifdef HIDDEN_BY_MINE\n#define VALUE 6\n#else\n#define VALUE 5\n#endif"))
+    for flags in ({"extra_include_paths": [tmp_path / "include"]}, {"extra_cflags": [f"-I{tmp_path / 'include'}"]}):
+        assert flexops.load("hidden", [source], verbose=True, **flags).value() == 5  # type: ignore[arg-type]
+        assert "-include" in command(cache, "hidden")
+        hiding = tmp_path / "include" / "cassert"  # c10's header includes it
+        hiding.write_text("#include_next <cassert>\n#define HIDDEN_BY_MINE 1\n")
+        time.sleep(0.01)
+        assert flexops.load("hidden", [source], **flags).value() == 6  # type: ignore[arg-type]
+        hiding.unlink()
+        shutil.rmtree(cache / "hidden")
+
+
 def test_in_the_background_for_the_next_one(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXOPS_PCH", "auto")
     assert load(tmp_path, "before", []) == 5

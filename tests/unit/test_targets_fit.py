@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexops import targets
+from flexops.errors import FlexopsError
 from flexops.op_builder import catalog
 from flexops.targets.fit import is_of, unfit
 from flexops.toolchain.model import TorchBuild, Version
@@ -60,3 +61,14 @@ def test_what_comes_close_is_not_it() -> None:
 def test_an_operators_name_means_its_family() -> None:
     assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {"activation", "norm", "adam"}
     assert catalog.select(("all",)) == catalog.select(()) == catalog.CATALOG
+
+
+def test_the_help_of_build_lists_every_operator() -> None:
+    from flexops.cli.build import NAMES
+
+    for spec in catalog.CATALOG:
+        assert spec.name in NAMES
+    for op in ("swiglu", "rms_norm", "rotary_embedding", "quantize_fp8", "causal_softmax"):
+        assert op in NAMES
+    with pytest.raises(FlexopsError, match="nothing_of_that_name"):
+        catalog.select(("adam", "nothing_of_that_name"))

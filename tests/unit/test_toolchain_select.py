@@ -207,6 +207,9 @@ def test_what_is_missing_comes_with_its_mend() -> None:
     assert "/usr/local/cuda-12: another major" in error.found
     assert 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"' in error.fix
 
+    for cpu_torch in (torch_for(None), torch_for("13.0")):  # hipcc compiles for a ROCm torch only
+        assert missing(whole._replace(torch=cpu_torch, cuda=None, rocm=rocm("7.2").value))
+
     nowhere = missing(whole._replace(cuda=None, tried=(("cuda", "PATH (nvcc on PATH)"), ("host", "other"))))
     assert nowhere
     assert "looked at: PATH (nvcc on PATH)" in nowhere.found
