@@ -186,7 +186,11 @@ def _path(environ: Mapping[str, str], *names: str) -> Path | None:
         return None
     text, required, fix = environ[name], "an absolute path", f"export {name}=<an absolute path>"
     try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError
         return Path(text).expanduser().absolute()
+    except ValueError:  # also of what no file system could spell
+        raise SettingsError(f"{name} is no path", found=repr(text), required=required, fix=fix) from None
     except RuntimeError:
         raise SettingsError(f"{name} names a home directory that this system does not know", found=text, required=required, fix=fix) from None
     except FileNotFoundError:

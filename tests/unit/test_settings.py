@@ -125,3 +125,9 @@ def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, mon
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_DIR") as caught:
         read(FLEXOPS_CACHE_DIR="here")
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["~nouser\0", "/cache\0", "~\ud800", "/cache/\ud800"])
+def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
+    with pytest.raises(SettingsError, match="FLEXOPS_CACHE_DIR is no path"):
+        Settings.from_environ({"FLEXOPS_CACHE_DIR": text})
