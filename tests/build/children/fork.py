@@ -1,6 +1,6 @@
 """Forks while a thread compiles an op, and says what the child that asks for the same op got.
 
-Request: ``csrc``; ``how``: ``os.fork``, ``process``, ``pool``, ``dataloader`` or ``orphan`` (the parent is killed meanwhile); ``watched``: the folder of a
+Request: ``csrc``; ``how``: ``os.fork``, ``process``, ``dataloader`` or ``orphan`` (the parent is killed meanwhile); ``watched``: the folder of a
 ``watched_compiler`` that hangs; ``answer``: a file for the child's answer.
 """
 
@@ -28,7 +28,7 @@ request: dict[str, Any] = json.loads(sys.argv[1])
 watched, answer = Path(request["watched"]), Path(request["answer"])
 
 
-def square(_: object = None) -> list[float]:
+def square() -> list[float]:
     values: list[float] = torch.ops.flexops.doctor_square(torch.tensor([1.0, -2.0, 3.0])).tolist()
     import flexops
 
@@ -90,9 +90,6 @@ def main() -> None:
         process = context.Process(target=square)
         process.start()
         process.join()
-    elif how == "pool":
-        with context.Pool(1) as pool:
-            pool.map(square, [0])
     else:
         list(torch.utils.data.DataLoader(Squares(), num_workers=1, multiprocessing_context=context))
     compiling.join()
