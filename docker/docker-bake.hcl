@@ -60,9 +60,9 @@ target "cu121-sm80" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu121-sm80${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
+    BUILD_BASE           = "ubuntu:22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -77,9 +77,9 @@ target "cu121-sm89" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu121-sm89${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
+    BUILD_BASE           = "ubuntu:22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -94,9 +94,9 @@ target "cu121-sm90" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu121-sm90${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
+    BUILD_BASE           = "ubuntu:22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -111,9 +111,9 @@ target "cu126-sm80" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu126-sm80${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -128,9 +128,9 @@ target "cu126-sm89" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu126-sm89${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -145,9 +145,9 @@ target "cu126-sm90" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu126-sm90${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.6.3-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -162,9 +162,9 @@ target "cu128-sm80" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu128-sm80${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -179,9 +179,9 @@ target "cu128-sm89" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu128-sm89${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -196,9 +196,9 @@ target "cu128-sm90" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu128-sm90${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -213,9 +213,9 @@ target "cu128-sm100" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu128-sm100${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
@@ -230,9 +230,9 @@ target "cu128-sm120" {
   dockerfile = "docker/Dockerfile.cuda"
   tags       = ["${REPOSITORY}:cu128-sm120${STAGE == "dev" ? "-dev" : ""}"]
   args = {
-    BUILD_BASE           = "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    BUILD_BASE           = "ubuntu:24.04"
     RUNTIME_BASE         = "ubuntu:24.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""

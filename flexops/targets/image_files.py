@@ -110,7 +110,7 @@ def _base_args(target: Target) -> dict[str, str]:
 
 def _compiler(target: Target) -> str:
     """The device compiler that the base must have; empty where none is needed, or it comes from the package index."""
-    return "" if target.toolkit_requirement else {"cpu": "", "cuda": "nvcc", "rocm": "hipcc"}[target.accelerator]
+    return "hipcc" if target.accelerator == "rocm" else ""
 
 
 def _reference(image: str, digest: str) -> str:

@@ -179,8 +179,8 @@ def _pip_beside_conda(target: Target) -> list[str]:
 def _requirement_notes(target: Target) -> list[str]:
     if target.accelerator == "cuda" and not target.toolkit_requirement:
         return [
-            f"The package index has no nvcc {target.toolkit_minor}: conda has (envs/{target.id}.yml), and so has the image",
-            f"{target.build_base}; an installation of the system is used where there is one.",
+            "Kernels are compiled by the NVRTC that torch brings. Only your own .cu sources need an nvcc, and the package index has none of",
+            f"CUDA {target.toolkit_minor}: conda has (envs/{target.id}.yml), or an installation of the system is used.",
         ]
     if target.accelerator == "rocm":
         return [f"The compiler comes with ROCm {target.toolkit_minor} itself: the image {target.build_base}, or the system's."]
@@ -201,5 +201,5 @@ def _cells(target: Target) -> list[str]:
         " - ".join(target.python_range),
         f"{oldest} - {newest}" if newest else f">= {oldest}",
         driver or "-",
-        ", ".join({"index": "package index"}.get(source, source) for source in target.toolkit_source) or "-",
+        {"cpu": "-", "cuda": "package index", "rocm": ", ".join(target.toolkit_source)}[target.accelerator],  # CUDA: NVRTC, which torch brings
     ]

@@ -106,6 +106,7 @@ plan_environment() {
     found) fact toolkit "use $TOOLKIT_ROOT ($TOOLKIT_VERSION)" ;;
     index) fact toolkit "install nvcc $TOOLKIT_MINOR from the package index, into the environment" ;;
     conda) fact toolkit "install nvcc $TOOLKIT_MINOR into the environment" ;;
+    nvrtc) fact toolkit "none needed: torch's NVRTC compiles the kernels (for .cu sources of your own, $(where_to_get_toolkit))" ;;
     missing) fact toolkit "none: $(where_to_get_toolkit)" ;;
   esac
 }

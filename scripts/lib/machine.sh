@@ -75,7 +75,8 @@ compiler_versions() {
   printf '%s' "${least:+, at least $least}${newest:+ and at most $newest}"
 }
 
-# Sets TOOLKIT_PLAN: none | found | index | conda | missing
+# Sets TOOLKIT_PLAN: none | found | index | conda | nvrtc | missing. For CUDA a toolkit is for people's own .cu sources: flexops' kernels are compiled by
+# the NVRTC that torch brings.
 choose_toolkit() {
   local pin='' rest=() one
   for one in "${PINS[@]}"; do
@@ -95,6 +96,8 @@ choose_toolkit() {
     TOOLKIT_PLAN=found
   elif [[ $TOOLKIT != system && -n $pin ]]; then
     TOOLKIT_PLAN=index TOOLKIT_ROOT=$STATE/cuda
+  elif [[ $target_accelerator == cuda ]]; then
+    TOOLKIT_PLAN=nvrtc TOOLKIT_ROOT=''
   else
     TOOLKIT_PLAN=missing TOOLKIT_ROOT=''
   fi
@@ -106,8 +109,7 @@ where_to_get_toolkit() {
   if [[ $target_accelerator == rocm ]]; then
     printf 'ROCm %s comes with its own installer, or work in the image %s' "$TOOLKIT_MINOR" "$target_build_base"
   else
-    printf 'an nvcc %s comes from conda (run this with --conda, or: conda install -c conda-forge cuda-nvcc=%s) or with the image %s' \
-      "$TOOLKIT_MINOR" "$TOOLKIT_MINOR" "$target_build_base"
+    printf 'an nvcc %s comes from conda: run this with --conda, or: conda install -c conda-forge cuda-nvcc=%s' "$TOOLKIT_MINOR" "$TOOLKIT_MINOR"
   fi
 }
 

@@ -306,9 +306,9 @@ def test_a_base_that_cannot_be_had(image: Image) -> None:
 
 
 def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(image: Image) -> None:
-    done = image("build", "cu121-sm80", "--build-base", BASE, "--runtime-base", BASE, "--network", "none")
+    done = image("build", "rocm72-gfx942", "--build-base", BASE, "--runtime-base", BASE, "--network", "none")
     assert done.returncode == 10
-    assert "no nvcc" in done.stderr
+    assert "no hipcc" in done.stderr
     assert "fix: --build-base" in done.stderr
 
 

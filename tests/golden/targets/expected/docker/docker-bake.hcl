@@ -62,7 +62,7 @@ target "cu121-sm89" {
   args = {
     BUILD_BASE           = "nvidia/cuda:12.1.1-devel-ubuntu22.04"
     RUNTIME_BASE         = "ubuntu:22.04"
-    COMPILER             = "nvcc"
+    COMPILER             = ""
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
