@@ -123,7 +123,8 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
   check_factors(op, "grad", grad, logits, shape.rows);
   const bool each_row = grad.dim() == 1;
   const auto reduced = static_cast<Reduction>(reduction);
-  FLEXOPS_CHECK(stats.dtype() == Dtype::f32 && together(stats, logits) && stats.numel() == LossStats::size(shape.rows, reduced), op,
+  FLEXOPS_CHECK(together(stats, logits), op, ": stats must be on logits' device");
+  FLEXOPS_CHECK(stats.dtype() == Dtype::f32 && stats.numel() == LossStats::size(shape.rows, reduced), op,
                 ": stats must be what the forward pass gave");
   Tensor out = empty_like_contiguous(logits, logits.dtype());
   if (out.numel() == 0) return out;

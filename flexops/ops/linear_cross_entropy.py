@@ -84,8 +84,8 @@ def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) else x.dtype
+    device = x.device.type  # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so, but not every compiler traces it
+    return torch.get_autocast_dtype(device) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x.dtype
 
 
 # ---- chunks of the rows of x, [N, H] -----------------------------------------------------------------------------------------------------------
