@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .plan import BuildPlan
 
-SCHEMA = "flexops-2"
+SCHEMA = "flexops-3"
 """Raised when the meaning of a key or the format of an entry changes; older entries then simply miss."""
 
 SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/lib/")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import codecs
-import functools
+import contextlib
 import io
 import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ToolchainError
+from . import children
 from .plan import BuildPlan, Step
 from .shared_headers import share
 
@@ -27,7 +28,6 @@ _STATUS = "@flexops %f %t "
 _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
 _STOPPED = re.compile(r"^ninja: build stopped: (?:subcommands? failed|cannot make progress)", re.MULTILINE)
 _ATTENTIVE_MS = 200
-_GRACE_SECONDS = 10
 TIMED_OUT = "flexops: stopped, because it took longer than"
 KILLED = "flexops: ninja was ended by"
 
@@ -78,7 +78,7 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     (directory / "build.ninja").write_text(render_ninja(plans, subdirectories=True, there=there), encoding="utf-8")
     jobs = min(plan.jobs for plan in plans)  # each is what the memory allows for that plan's largest step
     command = [plans[0].ninja, "-C", str(directory), "-j", str(jobs), "-k", "0", *(["-v"] if debug else [])]
-    outcome = _run_ninja(command, dict(plans[0].environment), progress)
+    outcome = _run_ninja(command, dict(plans[0].environment), progress, _Watch(plans))
     for plan in plans if outcome.returncode else ():
         for step in plan.steps:
             if outcome.failed(plan, step.output):
@@ -110,28 +110,11 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",
-            f"  command = {(enter + _limited(command, plan, step)).replace('$', '$$')}",
+            f"  command = {(enter + shlex.join(command)).replace('$', '$$')}",
             f"  description = {plan.name}: {step.output}",
             f"build {_path(folder + step.output)}: {rule} {' '.join(map(_path, inputs))}",
         ]
     return "\n".join([*lines, ""])
-
-
-def _limited(command: tuple[str, ...], plan: BuildPlan, step: Step) -> str:
-    """A command for the shell that is stopped, with the source's name, when it takes longer than the plan allows."""
-    limit = timeout_program() if plan.timeout else None
-    if limit is None:
-        return shlex.join(command)
-    source = next((name for name in step.inputs if not name.endswith(".o")), step.output)
-    told = shlex.quote(f"{TIMED_OUT} {plan.timeout} s (FLEXOPS_COMPILE_TIMEOUT): {source}")
-    stopped = '[ "$s" != 124 ]'
-    return f"{shlex.join((limit, '-k', str(_GRACE_SECONDS), str(plan.timeout), *command))} || {{ s=$?; {stopped} || echo {told}; exit $s; }}"
-
-
-@functools.cache
-def timeout_program() -> str | None:
-    """coreutils' ``timeout`` (or BusyBox's), which every Linux has."""
-    return shutil.which("timeout")
 
 
 def full_command(plan: BuildPlan, step: Step) -> tuple[str, ...]:
@@ -148,7 +131,35 @@ def depfiles(plan: BuildPlan, directory: Path) -> list[Path]:
     return [directory / f"{step.output}.d" for step in plan.steps if step.kind != "link"]
 
 
-def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Progress | None) -> Outcome:
+class _Watch:
+    """Stops the steps of a ninja that take longer than their plans allow. Before the first of them can, it does nothing."""
+
+    def __init__(self, plans: Sequence[BuildPlan]) -> None:
+        self._limit = max(plan.timeout for plan in plans)
+        self._steps = [(plan, step) for plan in plans for step in plan.steps]
+        self._next = time.monotonic() + self._limit
+        self.stopped: dict[str, str] = {}
+        """What was stopped: output, and the line that says so."""
+
+    def look(self, ninja: int) -> None:
+        if self._limit == 0 or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 1
+        for child, group, seconds in children.of(ninja):
+            # A step has a group of its own, with all that it starts.
+            if seconds > self._limit and group == child and child not in (ninja, os.getpgrp()):
+                self._note(children.command(child))
+                with contextlib.suppress(OSError):
+                    os.killpg(group, signal.SIGKILL)
+
+    def _note(self, command: str) -> None:
+        for plan, step in self._steps:
+            if any(text in command for text in (shlex.join(full_command(plan, step)), " ".join(full_command(plan, step)))):
+                source = next((name for name in step.inputs if not name.endswith(".o")), step.output)
+                self.stopped[f"{plan.name}/{step.output}"] = f"{TIMED_OUT} {self._limit} s (FLEXOPS_COMPILE_TIMEOUT): {source}\n"
+
+
+def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Progress | None, watch: _Watch) -> Outcome:
     # The launcher must not let the private directory's name into its hash; the compilers' messages must be in one language to be understood.
     environ = {**os.environ, "CCACHE_NOHASHDIR": "1", "LC_ALL": "C", **environment, "NINJA_STATUS": _STATUS}
     try:
@@ -160,14 +171,18 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
     said: list[str] = []
     try:
         assert process.stdout is not None
-        for line in _lines(process, process.stdout.fileno()):
+        for line in _lines(process, process.stdout.fileno(), watch):
             if match := _STATUS_LINE.match(line):
                 if progress:
                     progress(int(match[1]), int(match[2]), match[3])
                 line = f"[{match[1]}/{match[2]}] {match[3]}\n"
             said.append(line)
+            if line.startswith("FAILED: "):
+                said += [note for output, note in watch.stopped.items() if output in line.split()]
         if (status := process.wait()) < 0:
             said.append(f"{KILLED} {signal.Signals(-status).name}\n")
+        elif any(line.startswith("ninja: build stopped: interrupted") for line in said):
+            said.append(f"{KILLED} a signal\n")
         return Outcome(status, "".join(said))
     finally:
         if process.poll() is None:  # interrupted: stop the compilers too
@@ -176,7 +191,7 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
             process.stdout.close()
 
 
-def _lines(process: subprocess.Popen[bytes], descriptor: int) -> Iterator[str]:
+def _lines(process: subprocess.Popen[bytes], descriptor: int, watch: _Watch) -> Iterator[str]:
     """What a process writes to a pipe, line by line, until the pipe's end or, if something that it started keeps the pipe open, the process's.
 
     Not a plain read, which a signal need not end: in a large process another thread may be the one that takes it, or a library's handler in front of
@@ -188,6 +203,7 @@ def _lines(process: subprocess.Popen[bytes], descriptor: int) -> Iterator[str]:
     rest = ""
     data = b"..."
     while data:
+        watch.look(process.pid)
         ended = process.poll() is not None  # before looking, so that its last words are not missed
         if poller.poll(0 if ended else _ATTENTIVE_MS):
             data = os.read(descriptor, 1 << 16)

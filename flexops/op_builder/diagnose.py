@@ -10,7 +10,7 @@ _ERROR_LINE = re.compile(
     r"|died due to signal|Permission denied|^flexops: )",
     re.IGNORECASE,
 )
-_NOISE = re.compile(r"^(\[\d+/\d+\]|FAILED:|ninja:|compilation terminated|\d+ errors? detected|make\b)")
+_NOISE = re.compile(r"^(\[\d+/\d+\]|FAILED:|ninja: (?!error)|compilation terminated|\d+ errors? detected|make\b)")
 
 
 @dataclass(frozen=True)
