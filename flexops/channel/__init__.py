@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .building import Built, build
 from .check import PACKAGE, Installed, Machine, Solved, install_and_examine, machines, solve
-from .indexing import index, verify
+from .indexing import audit, index, verify
 from .place import Place
 
-__all__ = ["PACKAGE", "Built", "Installed", "Machine", "Place", "Solved", "build", "index", "install_and_examine", "machines", "solve", "verify"]
+__all__ = ["PACKAGE", "Built", "Installed", "Machine", "Place", "Solved", "audit", "build", "index", "install_and_examine", "machines", "solve", "verify"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import time
@@ -16,7 +17,9 @@ from . import engine
 from .engine import Engine, Job
 from .explain import explain
 from .indexing import index
-from .place import SUFFIXES, Place
+from .place import Place
+from .run import child
+from .sealing import source_date
 
 OnPhase = Callable[[str], None]
 
@@ -26,7 +29,7 @@ _PHASES = (
     ("Resolving environments", "solving for the dependencies"),
     ("Finalized run dependencies", "installing the dependencies"),
     ("Successfully updated the host environment", "compiling"),
-    ("-m pip install", "compiling"),
+    ("-m pip wheel", "compiling"),
     ("running build_ext", "compiling the operators"),
     ("Packaging new files", "packing"),
     ("Collecting tests from", "testing"),
@@ -66,7 +69,7 @@ def build(
     """Build each variant, in order, and index the channel after each; the first that fails ends it, and what was built before stays.
 
     Args:
-        upstream: channels that dependencies come from, after the place's own.
+        upstream: channels that dependencies come from.
         recipe: the folder of ``recipe.yaml``; default that of this checkout.
         overrides: further variant files, whose values win.
         test: run the recipe's tests, in environments of their own.
@@ -75,6 +78,7 @@ def build(
         ChannelError: with the cause, the mend and the log's path.
         TargetError: this is no checkout, so there is no recipe.
     """
+    place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
     program = engine.choose(wish)
     return [_build_one(variant, place, program, root, upstream, overrides, test, lambda phase, one=variant: on_phase(one, phase)) for variant in variants]  # type: ignore[misc]
@@ -88,7 +92,7 @@ def _build_one(
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     files = [recipe.parent / variant.path, *(path.absolute() for path in overrides)]
-    job = Job(recipe, files, _channels(place, upstream), output, test, _environment(variant))
+    job = Job(recipe, files, upstream, output, test, _environment(variant))
     try:
         program.build(job, log, lambda line: _tell(line, on_phase))
         made = _made(output)
@@ -99,14 +103,10 @@ def _build_one(
     except OSError as error:
         raise ChannelError(f"variant {variant.id} cannot be built", found=str(error), log=log) from error
     on_phase("indexing")
-    packages = [_publish(path, place) for path in made]
+    packages = [_publish(path, place, recipe) for path in made]
     index(place)
     shutil.rmtree(output, ignore_errors=True)
     return Built(variant.id, packages[0], time.monotonic() - started, log)
-
-
-def _channels(place: Place, upstream: Sequence[str]) -> list[str]:
-    return [*([place.url] if place.packages() else []), *upstream]
 
 
 def _environment(variant: Variant) -> dict[str, str]:
@@ -130,14 +130,26 @@ def _explained(variant: Variant, error: ChannelError, log: Path) -> ChannelError
 
 def _made(output: Path) -> list[Path]:
     """Package files that passed their tests, of whichever sub-folder."""
-    return [path for path in sorted(output.glob("*/*")) if path.name.endswith(SUFFIXES) and path.parent.name not in ("broken", "bld", "src_cache")]
+    return [path for path in sorted(output.glob("*/*.conda")) if path.parent.name not in ("broken", "bld", "src_cache")]
 
 
-def _publish(path: Path, place: Place) -> Path:
-    """Into the channel, whole or not at all."""
+def _publish(path: Path, place: Place, recipe: Path) -> Path:
+    """Into the channel, whole or not at all. What is there already stays as it is.
+
+    Raises:
+        ChannelError: another package of that very name is there. The build number is the recipe's: to raise it is for whoever changed something.
+    """
     target = place.channel / path.parent.name / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
-    shutil.copyfile(path, partial)
+    child("seal", {"package": str(path), "target": str(partial), "date": source_date(recipe.parent), "work": str(place.work)})
+    if target.exists() and not filecmp.cmp(partial, target, shallow=False):
+        partial.unlink()
+        raise ChannelError(
+            "a published package never changes",
+            found=f"{target}, which is not what was built now",
+            required="unchanged inputs, which give the same package again, or a higher build number",
+            fix=f"raise `build:` in {recipe / 'recipe.yaml'}; or build into a fresh folder, with --channel",
+        )
     os.replace(partial, target)
     return target

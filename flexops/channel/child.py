@@ -7,13 +7,17 @@ shutdown: the bindings' threads have been seen to crash in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import auditing, sealing
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -63,7 +67,9 @@ def build(request: Request) -> Answer:
     log, packages = _Log(), []
     for variant in rendered:
         try:
-            result = variant.run_build(tools, output_dir=request["output"], channels=request["channels"], progress_callback=log, no_build_id=True)
+            output, channels = request["output"], request["channels"]
+            # The rendered recipe is left out: it is full of this machine's folders.
+            result = variant.run_build(tools, output_dir=output, channels=channels, progress_callback=log, no_build_id=True, no_include_recipe=True)
         except Exception as error:
             raise RuntimeError("\n".join([*log.errors, str(error), _why_unsolvable(str(error), log.specs, request)])) from error
         packages += [str(path) for path in result.packages]
@@ -85,36 +91,32 @@ def _is_there(channel: str) -> bool:
     return not channel.startswith("file://") or Path(channel.removeprefix("file://")).is_dir()
 
 
+def seal(request: Request) -> Answer:
+    """Pack a package so that it is the same bytes at every build."""
+    sealing.seal(Path(request["package"]), Path(request["target"]), request["date"], Path(request["work"]))
+    return {}
+
+
 def index(request: Request) -> Answer:
-    """Write the index of a channel that may have changed."""
+    """Write the index of a channel that may have changed; ``force``: read again what it lists already."""
     from rattler.index import index_fs
 
-    asyncio.run(index_fs(request["channel"]))
+    asyncio.run(index_fs(request["channel"], force=request.get("force", False)))
     return {}
 
 
 def inspect(request: Request) -> Answer:
-    """Of the packages, those that are not whole, and why: every file in each is read and compared with its digest."""
-    return {"damaged": [[path, reason] for path in request["packages"] if (reason := _damage(path, request["work"]))]}
+    """What is wrong inside each of the packages; those that are in order are left out."""
+    found = [[path, "; ".join(auditing.inspect(Path(path), Path(request["work"])))] for path in request["packages"]]
+    return {"damaged": [[path, faults] for path, faults in found if faults]}
 
 
-def _damage(path: str, work: str) -> str:
-    """Why a package is not whole; empty if it is."""
-    import hashlib
-    import tempfile
-
-    from rattler.package_streaming import extract
-
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        try:
-            extract(Path(path), Path(folder))
-            for entry in json.loads(Path(folder, "info/paths.json").read_text())["paths"]:
-                file = Path(folder, entry["_path"])
-                if entry.get("path_type") == "hardlink" and hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
-                    return f"{entry['_path']} is not what it was when the package was made"
-        except Exception as error:  # the bindings raise a dozen kinds, and all of them mean the same here
-            return str(error) or type(error).__name__
-    return ""
+def audit(request: Request) -> Answer:
+    """What the index of a channel lists under a name, and what is wrong with that. A folder is read as its clients will, from a server."""
+    with tempfile.TemporaryDirectory(dir=request["work"]) as work, contextlib.ExitStack() as stack:
+        url = request["address"] or stack.enter_context(auditing.served(Path(request["folder"])))
+        listed, faults = asyncio.run(auditing.audit(url, request["name"], Path(work)))
+    return {"listed": listed, "faults": faults}
 
 
 def solve(request: Request) -> Answer:
@@ -140,7 +142,7 @@ async def _solve(request: Request) -> list[Any]:
     return list(await rattler_solve(request["channels"], request["specs"], virtual_packages=here))
 
 
-ACTIONS: dict[str, Callable[[Request], Answer]] = {"build": build, "index": index, "inspect": inspect, "solve": solve, "install": install}
+ACTIONS: dict[str, Callable[[Request], Answer]] = {one.__name__: one for one in (build, seal, index, inspect, audit, solve, install)}
 
 
 def main() -> int:

@@ -69,7 +69,8 @@ def conda_build_command(command: Sequence[str], job: Job) -> list[str]:
     variants = [word for path in job.variants for word in ("-m", str(path))]
     channels = [word for channel in job.channels for word in ("-c", channel)]
     tests = [] if job.test else ["--no-test"]
-    return [*command, str(job.recipe), *variants, *channels, "--override-channels", "--output-folder", str(job.output), "--package-format", "2", *tests]
+    form = ["--package-format", "2", "--no-include-recipe"]
+    return [*command, str(job.recipe), *variants, *channels, "--override-channels", "--output-folder", str(job.output), *form, *tests]
 
 
 def choose(wish: Wish) -> Engine:

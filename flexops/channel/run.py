@@ -18,7 +18,7 @@ from .. import _json, distribution
 from ..errors import ChannelError
 
 OnLine = Callable[[str], None]
-BINDINGS = {"rattler_build": "py-rattler-build", "rattler": "py-rattler"}
+BINDINGS = {"rattler_build": "py-rattler-build", "rattler": "py-rattler", "zstandard": "zstandard"}
 
 
 def logged(command: Sequence[str], log: Path | None, on_line: OnLine, *, request: str = "", environment: Mapping[str, str] | None = None) -> int:

@@ -16,7 +16,8 @@ from ..channel.place import Place as _Place
 from ..targets import conda
 
 app = typer.Typer(no_args_is_help=True, help="The conda packages: build them into a channel, index it, check that it works.")
-Channel = Annotated[Path, typer.Option("--channel", metavar="DIR", help="The channel: a folder.")]
+Channel = Annotated[str, typer.Option("--channel", metavar="DIR", help="The channel: a folder.")]
+Readable = Annotated[str, typer.Option("--channel", metavar="DIR|URL", help="The channel: a folder, or the address of one on the web.")]
 _FROM = "Where dependencies come from, best first: names or URLs. [default: conda-forge]"
 Upstream = Annotated[list[str] | None, typer.Option("--from", metavar="CHANNEL", help=_FROM)]
 Engine = Literal["auto", "conda-build", "rattler-build"]
@@ -25,7 +26,7 @@ Engine = Literal["auto", "conda-build", "rattler-build"]
 @app.command("build")
 def build_packages(
     variant: Annotated[list[str] | None, typer.Option("--variant", metavar="NAME", help="cpu, cuda130, …; all if none is named.")] = None,
-    where: Channel = DEFAULT,
+    where: Channel = str(DEFAULT),
     upstream: Upstream = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", metavar="DIR", help="The folder of recipe.yaml. [default: this checkout's]")] = None,
     override: Annotated[list[Path] | None, typer.Option("--variant-config", metavar="FILE", help="Further variant files, whose values win.")] = None,
@@ -37,7 +38,7 @@ def build_packages(
     wanted = [conda.find(known, name) for name in variant] if variant else list(known)
     with _shown() as say:
         built = channel.build(
-            wanted, _Place(where), upstream=upstream or ("conda-forge",), recipe=recipe, overrides=override or (), wish=engine, test=test,
+            wanted, _Place.parse(where), upstream=upstream or ("conda-forge",), recipe=recipe, overrides=override or (), wish=engine, test=test,
             on_phase=lambda one, phase: say(f"{one.id}: {phase}"),
         )  # fmt: skip
     for one in built:
@@ -45,24 +46,27 @@ def build_packages(
 
 
 @app.command("index")
-def index_channel(where: Channel = DEFAULT) -> None:
+def index_channel(
+    where: Channel = str(DEFAULT),
+    force: Annotated[bool, typer.Option("--force", help="Whatever is there is right: read every package again, changed ones too.")] = False,
+) -> None:
     """Write the index of a channel whose packages were added or removed by hand."""
-    typer.echo(f"{channel.index(_Place(where))} packages indexed in {where}")
+    typer.echo(f"{channel.index(_Place.parse(where), force=force)} packages indexed in {where}")
 
 
 @app.command()
 def check(
-    where: Channel = DEFAULT,
+    where: Readable = str(DEFAULT),
     upstream: Upstream = None,
     install: Annotated[bool, typer.Option("--install/--no-install", help="Install into a fresh prefix too, and run doctor there.")] = True,
     prefix: Annotated[Path | None, typer.Option("--prefix", metavar="DIR", help="Where to install, to be kept. [default: a folder that is removed]")] = None,
 ) -> None:
-    """Solve for several machines, install into a fresh prefix, run doctor there."""
-    place, sources, known = _Place(where), upstream or ("conda-forge",), targets.load().variants
-    channel.verify(place, place.packages(channel.PACKAGE))
-    good = True
+    """Compare the index with the packages, solve for several machines, install into a fresh prefix, run doctor there."""
+    place, sources, known = _Place.parse(where), upstream or ("conda-forge",), targets.load().variants
+    packages, good = channel.audit(place, channel.PACKAGE), True
+    typer.echo(f"ok   {len(packages)} packages are what the index of {place.url} says")
     for machine in channel.machines(known):
-        solved = channel.solve(place, machine, known, upstream=sources)
+        solved = channel.solve(place, machine, known, upstream=sources, packages=packages)
         good &= solved.good
         verdict = "ok  " if solved.good else "FAIL"
         typer.echo(f"{verdict} {machine.name:<22} gets {solved.build}" + ("" if solved.good else f", should get {solved.expected}") + f", torch {solved.torch}")

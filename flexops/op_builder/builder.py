@@ -95,7 +95,7 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
                     results.append(Result(plan, error=_record_failure(plan, directory, cache, outcome, sources[plan.name])))
                     continue
                 try:
-                    results.append(Result(plan, _publish(plan, directory, cache, sources[plan.name], started, seconds), seconds=seconds))
+                    results.append(Result(plan, _publish(plan, directory, cache, sources[plan.name], started), seconds=seconds))
                 except FlexopsError as error:
                     results.append(Result(plan, error=error))
     except OSError as error:
@@ -115,7 +115,7 @@ def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None,
     return outcome
 
 
-def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, seconds: float) -> Entry:
+def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float) -> Entry:
     reached = cache_key.reached_headers(plan, compiler.depfiles(plan, directory))
     headers = search.header_states(plan, directory, reached)
     seen = places_today(plan, search.present(headers))
@@ -140,7 +140,6 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
         glibc=glibc,
         glibcxx=glibcxx,
         files={**sources, **search.present(headers), **{plan.relocatable(str(path)): cache_key.file_digest(path) for path in plan.recipe}},
-        build_seconds=round(seconds, 3),
     )
     for item in directory.iterdir():  # objects and dependency files have served their purpose
         if item.suffix in (".o", ".d"):

@@ -39,7 +39,6 @@ class Manifest:
         isa_levels: the CPU kernels compiled in.
         glibc, glibcxx: the newest symbol versions that the library needs, "" for none.
         files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
-        build_seconds: how long the build took.
         kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does, and what compiled it.
         flexops: the version of flexops that planned the build.
         own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
@@ -59,7 +58,6 @@ class Manifest:
     glibc: str = ""
     glibcxx: str = ""
     files: Digests = field(default_factory=dict)
-    build_seconds: float = 0.0
     kernel: str = ""
     symbol: str = ""
     compiler: str = ""
@@ -100,8 +98,8 @@ def _check(name: str, value: Any) -> None:
         good = isinstance(value, list) and all(isinstance(item, str) and (name == "isa_levels" or _is_architecture(item)) for item in value)
     elif name == "files":
         good = isinstance(value, dict) and all(_is_path(item) and isinstance(digest, str) for item, digest in value.items())
-    elif name in ("size", "build_seconds"):
-        good = isinstance(value, int if name == "size" else (int, float)) and not isinstance(value, bool) and 0 <= value < 2**63
+    elif name == "size":
+        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in ("cuda_version", "glibc", "glibcxx"):
         good = value == "" or (isinstance(value, str) and all(part.isdecimal() and part.isascii() and len(part) < 10 for part in value.split(".")))
     else:

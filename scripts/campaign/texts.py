@@ -37,7 +37,7 @@ _VARIABLES = (
 )  # fmt: skip
 _MANIFEST = Manifest(
     name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, crc32="0" * 8, torch_abi="stable-2.11", cuda_version="13.0",
-    architectures=("8.0", "9.0+PTX"), isa_levels=("avx2",), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"}, build_seconds=1.5,
+    architectures=("8.0", "9.0+PTX"), isa_levels=("avx2",), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"},
 )  # fmt: skip
 
 

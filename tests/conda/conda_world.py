@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexops.channel.place import Place
+from flexops.channel.run import child
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,16 @@ class World:
     def pins(self) -> Path:
         """Variant values that stand for what the miniature channel has: one Python."""
         path = self.root / "pins.yaml"
-        path.write_text(f'python_min: ["{sys.version_info[0]}.{sys.version_info[1]}"]\n')
+        path.write_text(f'python_min: ["{PYTHON}"]\n')
         return path
 
-    def flexops(self, *arguments: str | Path, cuda: str | None = None) -> subprocess.CompletedProcess[str]:
+    def flexops(self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         """The command, as a user would run it."""
         environment = {name: value for name, value in os.environ.items() if name != "CONDA_OVERRIDE_CUDA"}
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
     def build(self, channel: Path, *arguments: str | Path, variant: str = "cpu") -> subprocess.CompletedProcess[str]:
         wanted = ("--variant", variant, "--channel", channel, "--from", self.upstream, "--variant-config", self.pins)
@@ -53,3 +56,27 @@ class CpuBuild:
     place: Place
     package: Path
     output: str
+
+
+def copy_of_checkout(target: Path, only: str = "") -> Path:
+    """What the recipe takes of it; ``only``: with this op alone in the catalogue, because compiling all of them takes long."""
+    for name in ("csrc", "flexops", "recipe"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    if only:
+        with (target / "flexops/op_builder/catalog.py").open("a") as catalog:
+            catalog.write(f'CATALOG = (find("{only}"),)\n')
+    return target
+
+
+def only_empty(folder: Path, python: str = PYTHON) -> str:
+    """The URL of dependencies of the CPU package without their files, which take long to unpack; so Python can be any."""
+    from miniature import Miniature  # needs the bindings
+
+    channel = Miniature(folder / "empty", folder / "staging")
+    needs = {"pytorch": "2.13.0", "ninja": "1.13", "typer": "1", "rich": "15", "tomli": "2.2", "libgcc": "15.2.0", "libstdcxx": "15.2.0"}
+    for name, version in {"python": f"{python}.0", **needs}.items():
+        channel.empty(name, version)
+    child("index", {"channel": str(channel.root)})
+    return channel.url

@@ -8,11 +8,15 @@ the sysroot) is a package without files. The version of a wrapped compiler is th
 from __future__ import annotations
 
 import importlib.metadata
+import io
+import json
 import os
 import re
 import shutil
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +42,7 @@ class Package:
     build: str = "0"
     depends: list[str] = field(default_factory=list)
     number: int = 0
+    run_exports: dict[str, list[str]] = field(default_factory=dict)
 
     def write(self, path: str, text: str, mode: int = 0o644) -> Package:
         target = self.root / path
@@ -83,11 +88,15 @@ class Miniature:
             build_number=package.number, compression_level=1, detect_prefix=False, license="LicenseRef-test",
         )  # fmt: skip
         shutil.rmtree(package.root)
+        if package.run_exports:
+            add_to_info(made.path, "run_exports.json", json.dumps(package.run_exports))
         return made.path
 
-    def empty(self, name: str, version: str, build: str = "0", depends: Sequence[str] = (), number: int = 0) -> Path:
+    def empty(self, name: str, version: str, build: str = "0", depends: Sequence[str] = (), number: int = 0, **run_exports: list[str]) -> Path:
         """A package that only takes part in solving."""
-        return self.add(self.new(name, version, build, depends, number).write(f"share/{name}-{build}.txt", "nothing\n"))
+        package = self.new(name, version, build, depends, number).write(f"share/{name}-{build}.txt", "nothing\n")
+        package.run_exports = run_exports
+        return self.add(package)
 
     # ---- what this machine has --------------------------------------------------------------------------------------------------------------
 
@@ -103,6 +112,9 @@ class Miniature:
         package.tree(Path(sysconfig.get_path("stdlib")), f"lib/python{PYTHON}", *_LEFT_OUT)
         package.tree(Path(sysconfig.get_path("include")), f"include/python{PYTHON}")
         package.write(f"{SITE}/README.txt", "packages\n")
+        abi = f"python_abi {PYTHON}.* *_cp{PYTHON.replace('.', '')}"
+        package.run_exports = {"weak": [abi], "noarch": ["python"]}
+        self.empty("python_abi", PYTHON, f"0_cp{PYTHON.replace('.', '')}")
         self.add(package)
 
     def add_distributions(self) -> None:
@@ -137,6 +149,7 @@ class Miniature:
                 package.tree(site / name, f"{SITE}/{name}")
         metadata = Path(str(distribution.locate_file(""))) / f"torch-{distribution.version}.dist-info"
         package.tree(metadata, f"{SITE}/{metadata.name}")
+        package.run_exports = torch_exports(release)
         self.add(package)
         for cuda in ("12.9", "13.0"):
             self.add_cuda_torch(cuda, release, needs)
@@ -151,6 +164,7 @@ class Miniature:
         package.write(f"{SITE}/torch-{release}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {release}\n")
         for name in ("torch", "torchgen", "functorch") if site else ():
             (package.root / SITE / name).symlink_to(site / name)
+        package.run_exports = torch_exports(release)
         self.add(package)
 
     def add_cuda_toolkit(self, root: Path, version: str) -> None:
@@ -160,9 +174,17 @@ class Miniature:
             package.tree(root / folder, folder)
         for folder in ("include", "lib"):
             package.tree(root / folder, f"targets/x86_64-linux/{folder}", "*.so*", "cmake")
+        package.run_exports = nvcc_exports(version)
         self.add(package)
-        for name in ("cuda-cudart-dev", "cuda-cudart-static", "cuda-cccl"):
-            self.empty(name, version, depends=[f"cuda-version {version}.*"])
+        self.add_cuda_parts(version)
+
+    def add_cuda_parts(self, version: str) -> None:
+        """What the recipe needs beside nvcc. Only their run_exports are real: conda-forge bounds a library by the major release that it is of."""
+        until = f"<{int(version.partition('.')[0]) + 1}.0a0"
+        for name in ("cuda-cudart-dev", "cuda-cudart-static", "cuda-cccl", "cuda-nvrtc-dev"):
+            library = name.removesuffix("-dev")
+            exported = {"weak": [f"{library} >={version}.1,{until}"]} if library != name else {}
+            self.empty(name, version, depends=[f"cuda-version {version}.*"], **exported)
 
     def add_cuda_versions(self) -> None:
         for version in ("12.9", "13.0"):
@@ -189,9 +211,12 @@ class Miniature:
             package = self.new(f"gxx_{PLATFORM}", version)
             package.write("bin/x86_64-conda-linux-gnu-c++", f'#!/bin/sh\nexec {found} "$@"\n', 0o755)
             package.write("etc/conda/activate.d/gxx.sh", 'export CXX="$CONDA_PREFIX/bin/x86_64-conda-linux-gnu-c++"\n')
+            package.run_exports = {"strong": [f"libstdcxx >={version}", f"libgcc >={version}"]}
             self.add(package)
+        for name in ("libstdcxx", "libgcc"):
+            self.empty(name, "15.2.0")
         for version in sysroots:
-            self.empty(f"sysroot_{PLATFORM}", version)
+            self.empty(f"sysroot_{PLATFORM}", version, strong=[f"__glibc >={version},<3.0.a0"])
 
 
 def complete(root: Path, staging: Path, compilers: Sequence[str], sysroots: Sequence[str]) -> None:
@@ -204,6 +229,45 @@ def complete(root: Path, staging: Path, compilers: Sequence[str], sysroots: Sequ
     channel.add_ninja()
     channel.add_tomli()
     channel.add_compiler(compilers, sysroots)
+
+
+def toolkits(root: Path, staging: Path, versions: Sequence[str]) -> None:
+    """A channel of toolkits that compile nothing: what the recipe asks for, by name, and what that exports."""
+    channel = Miniature(root, staging)
+    for version in versions:
+        channel.empty(f"cuda-nvcc_{PLATFORM}", version, depends=[f"cuda-version {version}.*"], **nvcc_exports(version))
+        channel.add_cuda_parts(version)
+
+
+def torch_exports(release: str) -> dict[str, list[str]]:
+    """conda-forge's torch is an exact minor for what links to it."""
+    bound = f">={release},<{release.rpartition('.')[0]}.99"
+    return {"weak": [f"libtorch {bound}", f"pytorch {bound}"]}
+
+
+def nvcc_exports(version: str) -> dict[str, list[str]]:
+    """Whatever it compiles is bound to its own minor release, and up."""
+    return {"strong": [f"cuda-version >={version},<{int(version.partition('.')[0]) + 1}"]}
+
+
+def add_to_info(package: Path, name: str, text: str) -> None:
+    """Add a file to those about a package, which the bindings cannot be told of; what it installs is copied as it is."""
+    import zstandard
+
+    whole = package.with_suffix(".new")
+    with zipfile.ZipFile(package) as old, zipfile.ZipFile(whole, "w") as new:
+        for member in old.namelist():
+            if member.startswith("info-"):
+                packed = io.BytesIO(zstandard.ZstdDecompressor().decompressobj().decompress(old.read(member)))
+                with tarfile.open(fileobj=packed, mode="a:") as info:
+                    entry = tarfile.TarInfo(f"info/{name}")
+                    entry.size, entry.mode = len(text), 0o644
+                    info.addfile(entry, io.BytesIO(text.encode()))
+                new.writestr(member, zstandard.compress(packed.getvalue()))
+            else:
+                with old.open(member) as source, new.open(member, "w", force_zip64=True) as target:
+                    shutil.copyfileobj(source, target, 1 << 22)
+    whole.replace(package)
 
 
 def _link(source: str, target: str) -> None:

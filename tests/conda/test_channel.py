@@ -6,20 +6,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conda_world import ROOT, CpuBuild, World
+from conda_world import CpuBuild, World, copy_of_checkout, only_empty
 
 from flexops import __version__, targets
 from flexops.channel import check, index, verify
 from flexops.channel.place import Place, distribution
-from flexops.channel.run import child
 from flexops.errors import ChannelError
 
 CUDA_RUN = ["python >=3.10", "pytorch >=2.11", "ninja", "typer >=0.12", "rich >=13", "tomli >=2", "pytorch * cuda*"]
-PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 VARIANTS = targets.load().variants
 
 
@@ -148,8 +145,8 @@ def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(all_variants: Pla
 
 
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
-def test_one_package_goes_where_each_python_looks(cpu: CpuBuild, world: World, tmp_path: Path, python: str) -> None:
-    check.install(cpu.place, tmp_path / "prefix", upstream=[only_empty(world, tmp_path, python)], specs=["flexops", f"python {python}.*"])
+def test_one_package_goes_where_each_python_looks(cpu: CpuBuild, tmp_path: Path, python: str) -> None:
+    check.install(cpu.place, tmp_path / "prefix", upstream=[only_empty(tmp_path, python)], specs=["flexops", f"python {python}.*"])
     assert (tmp_path / "prefix" / f"lib/python{python}/site-packages/flexops/_aot/adam-cpu/manifest.json").is_file()
     assert (tmp_path / "prefix" / "bin" / "flexops").read_text().startswith(f"#!{tmp_path}/prefix/bin/python{python}\n")
 
@@ -164,7 +161,8 @@ def test_the_check_command_says_what_each_machine_gets(all_variants: Place, worl
     done = world.flexops("channel", "check", "--channel", all_variants.channel, "--from", world.upstream, cuda="")
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.splitlines()
-    for line, variant in zip(told, ("cpu", "cuda129", "cuda130"), strict=False):
+    assert told[0] == f"ok   3 packages are what the index of {all_variants.url} says"
+    for line, variant in zip(told[1:], ("cpu", "cuda129", "cuda130"), strict=False):
         assert line.startswith("ok")
         assert f"gets {variant}_" in line
     assert "doctor exits 0" in told[-1]
@@ -195,30 +193,18 @@ def test_a_damaged_package_is_not_indexed(cpu: CpuBuild, tmp_path: Path, world: 
     assert world  # the bindings are there
 
 
-def test_a_package_damaged_after_indexing_is_found_and_not_installed(cpu: CpuBuild, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_damaged_after_indexing_is_found_and_not_installed(cpu: CpuBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path / "channel")
     shutil.copytree(cpu.place.channel, place.channel)
     damage(place.packages()[0])
     with pytest.raises(ChannelError, match="a package of the channel is damaged"):
         verify(place, place.packages())
-    upstream = only_empty(world, tmp_path)
+    upstream = only_empty(tmp_path)
     monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(ChannelError, match="a package is damaged") as caught:
         check.install(place, tmp_path / "prefix", upstream=[upstream])
     assert "flexops" in caught.value.found
     assert caught.value.fix
-
-
-def only_empty(world: World, folder: Path, python: str = PYTHON) -> str:
-    """Dependencies of the CPU package without their files, which take long to unpack; so Python can be any."""
-    from miniature import Miniature
-
-    channel = Miniature(folder / "empty", folder / "staging")
-    for name, version in (("python", f"{python}.0"), ("pytorch", "2.13.0"), ("ninja", "1.13"), ("typer", "1"), ("rich", "15"), ("tomli", "2.2")):
-        channel.empty(name, version)
-    child("index", {"channel": str(channel.root)})
-    assert world
-    return channel.url
 
 
 def test_a_missing_dependency_is_named(cpu: CpuBuild) -> None:
@@ -269,15 +255,3 @@ def site(path: str) -> str:
     from miniature import SITE
 
     return f"{SITE}/{path}"
-
-
-def copy_of_checkout(target: Path, only: str = "") -> Path:
-    """What the recipe takes of it; ``only``: with this op alone in the catalogue, because compiling all of them takes long."""
-    for name in ("csrc", "flexops", "recipe"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, target)
-    if only:
-        with (target / "flexops/op_builder/catalog.py").open("a") as catalog:
-            catalog.write(f'CATALOG = (find("{only}"),)\n')
-    return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.fixture
 def unindexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake package cannot be indexed."""
+    """The fake package can be neither sealed nor indexed."""
+    monkeypatch.setattr(building, "child", lambda _, request: shutil.copy(request["package"], request["target"]))
     monkeypatch.setattr(building, "index", lambda place: len(place.packages()))
 
 
@@ -64,7 +66,8 @@ def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> Non
     told = built.log.read_text()
     files = f"-m {ROOT}/recipe/variants/cuda130.yaml -m {tmp_path}/pins.yaml"
     output = place.work / "cuda130"
-    assert f"fake conda-build {ROOT}/recipe {files} -c one -c two --override-channels --output-folder {output} --package-format 2 --no-test\n" in told
+    options = f"--override-channels --output-folder {output} --package-format 2 --no-include-recipe --no-test"
+    assert f"fake conda-build {ROOT}/recipe {files} -c one -c two {options}\n" in told
     assert "override 13.0" in told
     assert phases == ["packing", "indexing"]
     assert built.package == place.channel / "linux-64" / "flexops-0.1.0-cpu_h1_0.conda"

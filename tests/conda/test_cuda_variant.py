@@ -49,7 +49,8 @@ def test_the_package_is_small_and_asks_for_what_the_solver_tests_assume(cuda: Pl
     assert package.stat().st_size <= 60e6
     entry = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][package.name]
     major = int(variant.cuda.partition(".")[0])
-    expected = [*CUDA_RUN, f"cuda-version >={major},<{major + 1}.0a0", f"__cuda >={major}"]
+    built = [f"__glibc >={variant.sysroot},<3.0.a0", f"libgcc >={variant.compiler}", f"libstdcxx >={variant.compiler}"]
+    expected = [*CUDA_RUN, *built, f"cuda-version >={major},<{major + 1}.0a0", f"__cuda >={major}"]
     assert sorted(map(_loosened, entry["depends"])) == sorted(map(_loosened, expected))
     assert (entry["build_number"], entry["noarch"]) == (200, "python")
 
@@ -78,7 +79,7 @@ def _without_files(world: World, package: Path) -> str:
 
     entry = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][package.name]
     channel = Miniature(world.root / "no-files", world.root / "staging")
-    names = {spec.split()[0] for spec in entry["depends"]} - {"python", "pytorch", "cuda-version", "__cuda"}
+    names = {spec.split()[0] for spec in entry["depends"]} - {"python", "pytorch", "cuda-version", "__cuda", "__glibc"}
     for name in names:
         channel.empty(name, "99")
     channel.empty("python", f"{PYTHON}.99")
