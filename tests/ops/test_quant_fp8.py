@@ -263,15 +263,15 @@ def test_tiny_numbers_do_not_overflow(code: torch.dtype) -> None:
 # ---- being an op ---------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)])
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.usefixtures("either")
-def test_empty_tensors(shape: tuple[int, ...], code: torch.dtype, scaling: str) -> None:
-    values, scales, y = roundtrip(torch.empty(shape), code, scaling)
-    assert values.shape == y.shape == shape
-    assert (scales == 1).all()
-    if scaling == "tensor":
-        assert flexops.quantize_fp8(torch.empty(shape), E4M3, "tensor", scale=torch.ones(()))[0].shape == shape
+def test_empty_tensors(code: torch.dtype, scaling: str) -> None:
+    for shape in ((0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)):
+        values, scales, y = roundtrip(torch.empty(shape), code, scaling)
+        assert values.shape == y.shape == shape
+        assert (scales == 1).all(), shape
+        if scaling == "tensor":
+            assert flexops.quantize_fp8(torch.empty(shape), E4M3, "tensor", scale=torch.ones(()))[0].shape == shape
 
 
 def test_dequantize_takes_any_strides() -> None:
