@@ -225,13 +225,10 @@ def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backw
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.set_materialize_grads(False)
-            setup_context(ctx, inputs, output)
+            setup_context(ctx, inputs, output)  # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            if all(gradient is None for gradient in gradients[:count]):
-                return (None,) * len(ctx.needs_input_grad)
             return _once(backward, ctx, *gradients[:count])
 
     Functional.__name__ = Functional.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]

@@ -166,16 +166,17 @@ def test_without_what_torch_keeps_private() -> None:
     code = """
 import importlib.util, sys, torch, torch._compile
 private = "_AutoDispatchBelowAutograd", "_any_requires_grad", "_are_functorch_transforms_active", "_dispatch_has_kernel_for_dispatch_key"
-kept = {name: vars(torch._C).pop(name) for name in private}
-disable = vars(torch._compile).pop("_disable_dynamo")
-flag, level = vars(torch.compiler).pop("_is_compiling_flag"), vars(torch.autograd.forward_ad).pop("_current_level")
+places = {name: torch._C for name in private} | {"_disable_dynamo": torch._compile, "_is_compiling_flag": torch.compiler}
+places["_current_level"] = torch.autograd.forward_ad
+kept = {name: vars(place).pop(name) for name, place in places.items() if name in vars(place)}  # torch 2.4 has not all of them
 spec = importlib.util.spec_from_file_location("flexops.ops._torch", PATH)
 sys.modules[spec.name] = _torch = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_torch)
-vars(torch._C).update(kept)
-torch._compile._disable_dynamo, torch.compiler._is_compiling_flag, torch.autograd.forward_ad._current_level = disable, flag, level
+for name, thing in kept.items():
+    vars(places[name])[name] = thing
 import flexops.optim
-assert not [name for name in vars(_torch).values() if name in kept.values()] and _torch.not_compiled is torch.compiler.disable
+taken = {id(thing) for name, thing in kept.items() if name not in ("_is_compiling_flag", "_current_level")}
+assert not [name for name, thing in vars(_torch).items() if id(thing) in taken] and _torch.not_compiled is torch.compiler.disable
 
 x, weight = torch.randn(3, 8, requires_grad=True), torch.nn.Parameter(torch.rand(8))
 for ours, theirs in (
