@@ -51,6 +51,8 @@ def _libraries(torch: Any) -> Iterable[Library]:
         if entry is None:
             yield Library(directory.name, refusal=damage.reason if damage else "no library")
             continue
+        if entry.manifest.kernel:  # device code, which the driver opens, and no torch; the library's manifest says what it is for
+            continue
         refusal = manifest.judge(entry.manifest, torch) if torch else None
         known = entry.manifest
         yield Library(

@@ -57,12 +57,16 @@ def _packages(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]
 
 
 def _libraries(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]:
-    """One for each op, on the CPU and on what the row is for."""
+    """One for each op, on the CPU and on what the row is for; and one for whatever else is damaged: kernels, above all."""
     there = {library.name: library for library in facts.libraries}
     devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
     for spec in CATALOG:
         for device in (device for device in devices if device in spec.devices):
-            yield _library(row, there.get(f"{spec.name}-{device}") or Library(f"{spec.name}-{device}", refusal="is not there"), device, rebuild)
+            library = there.pop(f"{spec.name}-{device}", None) or Library(f"{spec.name}-{device}", refusal="is not there")
+            yield _library(row, library, device, rebuild)
+    for other in there.values():
+        if other.refusal:
+            yield fail(f"image-{other.name}", other.refusal, "nothing damaged", rebuild)
 
 
 def _library(row: Target, library: Library, device: str, rebuild: str) -> Finding:

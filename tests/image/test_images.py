@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,10 +25,12 @@ import flexops
 from flexops import targets, toolchain
 from flexops.doctor.finding import Finding, Report, Section
 from flexops.errors import ImageError, TargetError
-from flexops.images import building, checking, context, dockerfile, engine, failure, judgement, listing, naming, running
+from flexops.images import building, checking, context, dockerfile, engine, failure, inside, judgement, listing, naming, running
 from flexops.images.facts import ImageFacts, Library
 from flexops.images.failure import Step
+from flexops.op_builder import layout
 from flexops.op_builder.catalog import CATALOG
+from flexops.op_builder.manifest import Manifest
 from flexops.settings import Settings
 from flexops.targets import image_files, locks
 
@@ -615,6 +618,21 @@ def test_libraries_must_be_there_and_for_the_row() -> None:
     wrong_toolkit = Library(f"{name}-cuda", "cuda", "13.2", ("9.0",))
     for other in (wrong_toolkit, Library(f"{name}-cuda", "cuda", "13.0", ("12.0",)), Library(f"{name}-cuda", "cuda", refusal="needs glibc 9")):
         assert statuses(CUDA, facts(CUDA, libraries=(*good, other))) == {f"image-{name}-cuda": "fail"}
+
+
+def test_kernels_are_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device code lies beside the libraries; torch is not asked to open it, but its damage is seen."""
+    for name, kept in (("rope-90-whole", b"code"), ("rope-90-torn", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel.cubin").write_bytes(kept)
+        known = {"device": "cuda", "library": "kernel.cubin", "size": 4, "crc32": f"{zlib.crc32(b'code'):08x}", "torch_abi": "", "cuda_version": "13.0"}
+        written = Manifest(name=name, key="1" * 40, base="1" * 40, architectures=("9.0",), kernel="rope<float>", symbol="_Z4rope", **known)
+        (tmp_path / name / "manifest.json").write_text(written.to_json())
+    monkeypatch.setattr(layout, "aot_root", lambda: tmp_path)
+    found = inside.facts()
+    assert [one.name for one in found.libraries] == ["rope-90-torn"]
+    assert list(inside._opened(found)) == []
+    assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {"image-rope-90-torn": "fail"}
 
 
 def test_facts_survive_json() -> None:
