@@ -1,8 +1,8 @@
 """What a fork must not find half done: a child has only the thread that forked, and waits for ever for what another one held.
 
 Python's own locks of modules being imported, and those of the dynamic linker and of torch's registry, are not ours to free in a child. So a fork
-waits while a thread of ours imports or opens something, which takes milliseconds; compiling, which takes long, lets forks pass. Our own locks are
-new in a child.
+waits while a thread of ours imports or opens something, or starts a process (whose pipes a child would hold open, while the thread waits for their end and
+the child for the thread's lock). That takes milliseconds; compiling, which takes long, lets forks pass. Our own locks are new in a child.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import _fork
 from ..errors import ToolchainError
 from . import children
 from .plan import BuildPlan, Step
@@ -163,9 +164,10 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
     # The launcher must not let the private directory's name into its hash; the compilers' messages must be in one language to be understood.
     environ = {**os.environ, "CCACHE_NOHASHDIR": "1", "LC_ALL": "C", **environment, "NINJA_STATUS": _STATUS}
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True, bufsize=0
-        )
+        with _fork.postponed():  # a child would hold the pipes open that Popen waits for
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True, bufsize=0
+            )
     except OSError as error:
         raise ToolchainError("ninja cannot be started", found=f"{command[0]}: {error.strerror}", fix="pip install ninja") from error
     said: list[str] = []

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from .. import _fork
 from ..errors import CompileError, FlexopsError
 from . import cache_key, includes
 from .cache import BuildCache, Entry
@@ -317,7 +318,8 @@ class _Worker:
         job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
         if self.process is None:
             command = [sys.executable, "-I", "-S", str(_WORKER), str(self.compiler.path), str(self.compiler.builtins)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+            with _fork.postponed():  # a child would hold the pipes open that Popen waits for
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -344,13 +346,19 @@ class _Worker:
         spelled = ["-cubin", f"-arch={capability.sm}"] if plan.architecture.sass else ["-ptx", f"-arch={capability.compute}"]
         command = [str(self.compiler.path), *spelled, "-std=c++17", "-diag-suppress=177", f"-I{plan.include_dir}", "-o", str(output), str(source)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit or None, stdin=subprocess.DEVNULL, check=False)
+            with _fork.postponed():
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            with process:
+                try:
+                    said, errors = process.communicate(timeout=time_limit or None)
+                finally:
+                    process.kill()
         except subprocess.TimeoutExpired:
             return {"error": f"it was not done after {time_limit:.0f} s"}
         finally:
             source.unlink(missing_ok=True)
-        if done.returncode:
-            return {"error": f"nvcc ended with status {done.returncode}", "log": done.stdout + done.stderr}
+        if process.returncode:
+            return {"error": f"nvcc ended with status {process.returncode}", "log": said + errors}
         return {"symbol": _symbol_in(output)}
 
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .. import trust
+from .. import _fork, trust
 from ..toolchain.model import HostCompiler, TorchBuild
 from . import pch_worker
 from .cache import OWNER_LOCK, BuildCache, read_manifest
@@ -121,7 +121,8 @@ def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool, timeout: int 
         subprocess.run(command, check=False, **quiet)  # type: ignore[call-overload]
     else:
         _background[:] = [process for process in _background if process.poll() is None]
-        _background.append(subprocess.Popen(command, cwd="/", start_new_session=True, **quiet))  # type: ignore[call-overload]
+        with _fork.postponed():
+            _background.append(subprocess.Popen(command, cwd="/", start_new_session=True, **quiet))  # type: ignore[call-overload]
 
 
 def drop(pch: PrecompiledHeader, cache: BuildCache) -> None:

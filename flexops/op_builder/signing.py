@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from .. import _fork
 from ..errors import CacheError
 from .manifest import Refusal
 
@@ -57,7 +58,8 @@ def _ssh_keygen(action: str, *arguments: str, content: bytes = b"") -> subproces
     """In a session of its own: without a terminal it fails where it would ask for a passphrase, and wait."""
     command = ("ssh-keygen", "-Y", action, *arguments)
     try:
-        return subprocess.run(command, input=content, capture_output=True, timeout=_SECONDS, start_new_session=True, check=False)
+        with _fork.postponed():
+            return subprocess.run(command, input=content, capture_output=True, timeout=_SECONDS, start_new_session=True, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, b"", f"no answer after {_SECONDS:.0f} s".encode())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from .. import _fork
 from .version import Version
 
 Probe = Callable[[str, str], "tuple[Version, str]"]
@@ -35,9 +36,10 @@ def output(path: str, *arguments: str) -> str:
 
     environment = {**os.environ, "LC_ALL": "C", "LANGUAGE": "C"}
     try:
-        done = subprocess.run(
-            [path, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=_SECONDS, check=False
-        )
+        with _fork.postponed():  # a child would hold the pipes open that this waits for
+            done = subprocess.run(
+                [path, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=_SECONDS, check=False
+            )
     except subprocess.TimeoutExpired:
         raise ValueError(f"gave no answer within {_SECONDS} s") from None
     text = done.stdout.decode("utf-8", "replace")

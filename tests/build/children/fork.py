@@ -1,7 +1,7 @@
 """Forks while a thread compiles an op, and says what the child that asks for the same op got.
 
-Request: ``csrc``; ``how``: ``os.fork``, ``process``, ``dataloader`` or ``orphan`` (the parent is killed meanwhile); ``watched``: the folder of a
-``watched_compiler`` that hangs; ``answer``: a file for the child's answer.
+Request: ``csrc``; ``how``: ``os.fork``, ``starting`` (while ninja is being started), ``process``, ``dataloader`` or ``orphan`` (the parent is killed
+meanwhile); ``watched``: the folder of a ``watched_compiler`` that hangs; ``answer``: a file for the child's answer.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -69,11 +69,30 @@ def orphan() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def start_slowly() -> None:
+    """Be long at that moment of starting ninja at which its pipes are there and it is not."""
+    import subprocess
+
+    place = subprocess if hasattr(subprocess, "_fork_exec") else subprocess._posixsubprocess  # type: ignore[attr-defined]
+    name = "_fork_exec" if hasattr(subprocess, "_fork_exec") else "fork_exec"
+    real = getattr(place, name)
+
+    def slow(*arguments: Any) -> Any:
+        if b"-C" in map(os.fsencode, arguments[0]):  # not where it is asked for its version
+            (watched / "waiting-compile").touch()
+            time.sleep(1)
+        return real(*arguments)
+
+    setattr(place, name, slow)
+
+
 def main() -> None:
     import call  # the op, defined as a real one is
 
     call.request = request
     call.define()
+    if request["how"] == "starting":
+        start_slowly()
     compiling = threading.Thread(target=torch.ops.flexops.doctor_square, args=(torch.ones(3),), daemon=True)
     compiling.start()
     while not (watched / "waiting-compile").exists():
@@ -82,7 +101,7 @@ def main() -> None:
     if how != "orphan":
         threading.Thread(target=release_later).start()
     context = multiprocessing.get_context("fork")
-    if how == "os.fork":
+    if how in ("os.fork", "starting"):
         fork()
     elif how == "orphan":
         orphan()
