@@ -67,7 +67,7 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
         "flexops/py.typed",
         "flexops/bench/data/adam_conventional_kernel.cu",
         "flexops/_csrc/common/binding.h",
-        "flexops/_csrc/adam/adam.cu",
+        "flexops/_csrc/adam/adam.cuh",
         "flexops/_csrc/quant/quant_binding.cpp",
     }
     assert expected <= names
