@@ -1,4 +1,5 @@
-"""Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into the wheel.
+"""Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into the wheel, for the torch and the machine here;
+``FLEXOPS_WHEEL=x86_64`` (or ``aarch64``) their host code, for every torch with the stable ABI.
 
 Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and ``bdist_wheel`` know of it; how it is built is the business of
 ``flexops.op_builder``. The libraries need no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
@@ -21,6 +22,7 @@ sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs n
 from flexops import settings  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
+from flexops.toolchain import zig  # noqa: E402
 
 DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "bench/data/*"]}
 
@@ -31,8 +33,8 @@ def source_packages() -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """One for each op that ``FLEXOPS_AOT`` names; none by default."""
-    names = settings.current().aot
+    """One for each op that ``FLEXOPS_AOT`` names; by default none, and all with ``FLEXOPS_WHEEL``."""
+    names = settings.current().aot or (("all",) if settings.current().wheel else ())
     specs = catalog.select(names) if names else ()
     return [Extension(f"flexops._aot.{spec.name}", [f"csrc/{source}" for source in (spec.binding, *spec.cpu_sources, *spec.cuda_sources)]) for spec in specs]
 
@@ -64,7 +66,8 @@ class PlatformWheel(bdist_wheel):
         self.root_is_pure = not self.distribution.ext_modules
 
     def get_tag(self) -> tuple[str, str, str]:
-        platform = super().get_tag()[2]
+        machine = settings.current().wheel
+        platform = zig.platform_tag(machine) if machine else super().get_tag()[2]
         return ("py3", "none", platform if self.distribution.ext_modules else "any")
 
 
@@ -73,5 +76,6 @@ setup(
     package_dir={"flexops._csrc": "csrc"},
     package_data=DATA | {name: ["*"] for name in source_packages()},
     ext_modules=extensions(),
+    setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],  # pip and build install them into the build's environment
     cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},
 )

@@ -23,6 +23,7 @@ LogLevel = Literal["quiet", "info", "debug"]
 Precompile = Literal["auto", "0", "1"]
 CpuIsa = Literal["baseline", "avx2", "avx512"]
 AotDevice = Literal["cpu", "cuda"]
+Machine = Literal["x86_64", "aarch64"]
 
 _COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX", "SOURCE_DATE_EPOCH"),
@@ -54,6 +55,8 @@ class Settings:
         aot: ``FLEXOPS_AOT``: ops that an install compiles in: nothing, ``all`` or names.
         aot_devices: ``FLEXOPS_AOT_DEVICES``: device types that it compiles them for, such as ``cpu`` or ``cpu,cuda``; unset means cpu, and cuda where
             there is a toolkit that matches torch. A package says it, so that what it holds does not hang on the machine that builds it.
+        wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets libraries for every torch with the stable ABI,
+            compiled by zig; empty for this machine's own compiler and torch.
         pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in the background, for the next kernel), 1 (before
             the first kernel compiles) or 0 (never: an image layer, say, should not carry their 800 MB).
         launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``; unset means whichever is found.
@@ -96,6 +99,7 @@ class Settings:
     cuda_visible_devices: str | None = None
     cuda_device_order: str = "FASTEST_FIRST"
     aot_devices: tuple[AotDevice, ...] = ()
+    wheel: Machine | Literal[""] = ""
     pch: Precompile = "auto"
     compile_timeout: int = 3600
     compiler_environment: tuple[tuple[str, str], ...] = ()
@@ -132,6 +136,7 @@ class Settings:
             cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
             cuda_device_order=get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
             aot_devices=_devices(get("FLEXOPS_AOT_DEVICES", "")),
+            wheel=cast(Machine, _choice(environ, "FLEXOPS_WHEEL", "", ("", *get_args(Machine)))),
             compile_timeout=_whole(environ, "FLEXOPS_COMPILE_TIMEOUT", 0, _DEFAULT_TIMEOUT),
             compiler_environment=tuple((name, value) for name in _COMPILER_VARIABLES if (value := get(name))),
             pch=cast(Precompile, _choice(environ, "FLEXOPS_PCH", "auto", get_args(Precompile))),

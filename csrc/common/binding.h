@@ -47,6 +47,12 @@
 #error "define exactly one of FLEXOPS_DEVICE_CPU and FLEXOPS_DEVICE_CUDA to 1"
 #endif
 
+#if defined(_LIBCPP_VERSION)
+// The library that runs it is torch's libstdc++ (cxx_runtime.c), which has these inline.
+inline std::bad_alloc::bad_alloc() noexcept {}
+inline std::bad_array_new_length::bad_array_new_length() noexcept {}
+#endif
+
 namespace flexops {
 
 /// The dtypes that ops tell apart; everything else is `other`.

@@ -6,8 +6,6 @@
 
 #include <cstring>
 
-#include <torch/headeronly/version.h>  // TORCH_ABI_VERSION
-
 #include "common/torch_abi.h"
 
 namespace flexops {
@@ -269,7 +267,7 @@ class Library {
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
   void impl(const char* name, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
-    FLEXOPS_TORCH(torch_library_impl(library_, name, kernel, TORCH_ABI_VERSION));
+    FLEXOPS_TORCH(torch_library_impl(library_, name, kernel, FLEXOPS_STABLE_ABI));
   }
 
  private:

@@ -16,6 +16,8 @@
 #include "common/device.cuh"
 #if !FLEXOPS_HIP
 #include <dlfcn.h>
+
+#include <typeinfo>
 #endif
 
 namespace flexops {
@@ -38,7 +40,7 @@ struct Kernel {
 #if FLEXOPS_HIP
   const void* function;
 #else
-  const char* name;
+  const char* (*name)();
   void* handle[kMaxGpus];  // CUkernel; null until the GPU's first launch
 #endif
 };
@@ -50,16 +52,23 @@ struct KernelOf {
 };
 
 namespace detail {
-/// Ends in the kernel's name: "... [with auto function = flexops::rope::rotate<float>]".
+/// Has the kernel's name in it, which flexops/op_builder/device_code.py finds: "... [with auto function = flexops::rope::rotate<float>]",
+/// or, because clang leaves out the template's arguments there, a mangled one.
 template <auto function>
-constexpr const char* kernel_name() {
+struct NameOf {};
+template <auto function>
+const char* kernel_name() {
+#if defined(__clang__)
+  return typeid(NameOf<function>).name();
+#else
   return __PRETTY_FUNCTION__;
+#endif
 }
 template <auto function>
 #if FLEXOPS_HIP
 inline Kernel instance = {reinterpret_cast<const void*>(function)};
 #else
-inline Kernel instance = {kernel_name<function>(), {}};
+inline Kernel instance = {kernel_name<function>, {}};
 #endif
 template <auto function, typename... A>
 constexpr KernelOf<A...> typed(void (*)(A...)) {
@@ -179,7 +188,7 @@ inline bool note(int result) {
 [[gnu::noinline, gnu::cold]] inline void* obtain(Kernel& kernel, int device) {
   if (!Driver::get().whole) return note("the CUDA driver (libcuda.so.1) is missing or older than 525"), nullptr;
   if (!provider) return note("this library was opened by something other than flexops, so nobody provides its kernels"), nullptr;
-  void* handle = provider(kernel.name, device, provider_error, sizeof provider_error);
+  void* handle = provider(kernel.name(), device, provider_error, sizeof provider_error);
   if (!handle) note(provider_error);
   if (handle && device < kMaxGpus) __atomic_store_n(&kernel.handle[device], handle, __ATOMIC_RELEASE);
   return handle;

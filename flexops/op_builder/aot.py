@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import distribution, toolchain
 from ..errors import CacheError, ToolchainError
 from ..settings import Settings
-from . import builder, catalog, device_code, layout, loader, provider
+from . import builder, catalog, device_code, layout, loader, plan, provider
 from .builder import Result
 from .cache import Entry
 from .compiler import Progress
@@ -124,12 +124,28 @@ def _copy(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
     return target
 
 
+def _build_portable(names: tuple[str, ...], chosen: Settings, progress: Progress | None) -> list[Result]:
+    """The libraries of a wheel that needs no compiler where it is installed: host code, for every torch with the stable ABI."""
+    from ..toolchain import zig
+
+    tools, resources = zig.toolchain_for(chosen), toolchain.resources.detect()
+    pairs = [(spec, device) for spec in catalog.select(names) for device in spec.devices if device in (chosen.aot_devices or spec.devices)]
+    plans = [
+        plan.plan_op(spec, device, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs)._replace(timeout=chosen.compile_timeout)
+        for spec, device in pairs
+    ]
+    return builder.obtain(plans, loader.open_cache(chosen), progress=progress, debug=chosen.log == "debug")
+
+
 def build_into_package(names: tuple[str, ...], chosen: Settings, package: Path, progress: Progress | None = None) -> list[Path]:
-    """Compile ops into a package that is being built, as ``FLEXOPS_AOT`` asks; every one of them must succeed.
+    """Compile ops into a package that is being built, as ``FLEXOPS_AOT`` or ``FLEXOPS_WHEEL`` asks; every one of them must succeed.
 
     Raises:
         FlexopsError: the diagnosis of the first op that cannot be built.
     """
+    if chosen.wheel:
+        results = _build_portable(names, chosen, progress)
+        return [install(result, package / layout.aot_root().name) for result in results]
     if toolchain.torch_build() is None:
         raise ToolchainError(
             "FLEXOPS_AOT asks for compiled operators, but this build sees no torch",

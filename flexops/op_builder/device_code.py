@@ -40,8 +40,8 @@ MIB = 2**20
 STEP_BYTES = 600 * MIB
 """A bound on what one NVRTC takes: three times what the largest kernel of ours took."""
 
-# As g++ and clang write a function template's name and argument; see kernel_name() in csrc/common/launch.h.
-_NAME = re.compile(rb"kernel_name\(\) \[(?:with auto )?function = &?([^\]\0]+)\]")
+# As g++ writes a function template's argument, and as compilers mangle the type that has it; see kernel_name() in csrc/common/launch.h.
+_NAME = re.compile(rb"kernel_name\(\) \[with auto function = ([^\]\0]+)\]|(N7flexops6detail6NameOfI\w+E)\0")
 _WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
 
 
@@ -90,13 +90,46 @@ class KernelResult(NamedTuple):
 
 def names_in(library: Path) -> list[str]:
     """The kernels that a library launches, as C++ names them, sorted."""
-    return sorted({expression_of(match) for match in _NAME.findall(library.read_bytes())})
+    return sorted({expression_of(match[0]) for match in _NAME.finditer(library.read_bytes())})
 
 
 def expression_of(name: bytes) -> str:
-    """A kernel's expression from the name that its library has for it (the whole of it, or what is within the brackets)."""
-    match = _NAME.search(name)
-    return (match[1] if match else name).decode()
+    """A kernel's expression from the name that its library has for it.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    match = _NAME.search(name + b"\0")
+    if match is None:
+        raise ValueError(f"{name!r} is no kernel's name")
+    return match[1].decode() if match[1] else _demangled(match[2].decode())
+
+
+@functools.cache
+def _demangled(mangled: str) -> str:
+    """The function that a ``NameOf`` is of: ``flexops::detail::NameOf<&(void flexops::rope::rotate<float>(flexops::rope::Params))>``.
+
+    The ABI's own demangler tells, in the libstdc++ that torch brings. Of a function that is no template's it gives the name alone.
+    """
+    import ctypes
+
+    runtime = ctypes.CDLL("libstdc++.so.6")
+    runtime.__cxa_demangle.restype = ctypes.c_void_p
+    made = runtime.__cxa_demangle(mangled.encode(), None, None, None)
+    text = ctypes.string_at(made).decode() if made else ""
+    ctypes.CDLL(None).free(ctypes.c_void_p(made))
+    name = text.partition("NameOf<&")[2].removesuffix(">")
+    if not name:
+        raise ValueError(f"{mangled} is no kernel's name")
+    if not name.startswith("("):
+        return name
+    name = name[1:-1].removeprefix("void ")
+    depth = 0
+    for position in range(len(name) - 1, -1, -1):  # the arguments' types are the last parenthesis
+        depth += {")": 1, "(": -1}.get(name[position], 0)
+        if depth == 0:
+            return name[:position]
+    raise ValueError(f"{mangled} is no kernel's name")
 
 
 def artifact_name(family: str, architecture: str, expression: str) -> str:

@@ -35,10 +35,11 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 # second of each. No kernel uses it; with another library the name means nothing.
 WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
-# The encoding of torch 2.11 that torch/csrc/stable/macros.h expects: major in the highest byte, minor in the next.
-STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+# Which torch's conventions bindings keep to: 2.11's, whatever torch is here; major in the highest byte, minor in the next. None of its headers is needed.
+STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=0x020b000000000000",)
 BINDING_HEADER = "common/binding.h"  # what every binding includes first
 TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
+RUNTIME_LIBRARY, RUNTIME_STUB = "libstdc++.so.6", "runtime_stub.so"
 _RECIPE = Path(__file__).resolve()
 
 
@@ -142,7 +143,7 @@ def plan_op(
     torch, steps = _require(toolchain), _compile_steps(spec, device, toolchain, csrc)
     library, objects = f"flexops_{spec.name}_{device}.so", [step.output for step in steps]
     if torch.stable_abi:
-        steps.append(_stub_step(toolchain, csrc))
+        steps += _stub_steps(toolchain, csrc)
     steps.append(_link_step(toolchain, objects, library))
     host, places = toolchain.host, anchors(toolchain, "cpu", (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>"))
     return BuildPlan(
@@ -157,7 +158,7 @@ def plan_op(
         nvcc_threads=1,
         device=device,
         torch_abi=torch.abi_id,
-        isa_levels=spec.isa_levels if device == "cpu" else (),
+        isa_levels=_isa_levels(spec, toolchain) if device == "cpu" else (),
         launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
         ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
         recipe=(_RECIPE,),
@@ -201,6 +202,8 @@ def environment_identity(toolchain: Toolchain, places: tuple[tuple[str, str], ..
 
 def compiler_roots(host: HostCompiler) -> tuple[str, ...]:
     """Where a compiler that is not the system's keeps its own headers, which its identity covers."""
+    if host.kind == "zig":
+        return (str(host.path.parent),)
     prefix = host.path.parent.parent
     triple = "-".join(host.path.name.split("-")[:-1])  # x86_64-conda-linux-gnu-c++ keeps its libstdc++ and libc under <prefix>/<triple>
     roots = [prefix / "lib" / "gcc", prefix / "lib64" / "gcc", prefix / "include" / "c++"]
@@ -216,10 +219,9 @@ def for_nvcc(argument: str) -> str:
 
 def binding_flags(torch: TorchBuild) -> tuple[str, ...]:
     """What a binding needs to see torch: the stable ABI where torch has it, else this torch's own C++ headers."""
-    common = tuple(f"-isystem{path}" for path in torch.include_dirs)
     if torch.stable_abi:  # which has no C++ header of torch in it, so the older standard does: its library compiles faster
-        return ("-std=c++17", *common, *STABLE_ABI_FLAGS)
-    return (f"-std=c++{torch.cxx_standard}", *common, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+        return ("-std=c++17", *STABLE_ABI_FLAGS)
+    return (f"-std=c++{torch.cxx_standard}", *(f"-isystem{path}" for path in torch.include_dirs), f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
 
 
 def _require(toolchain: Toolchain) -> TorchBuild:
@@ -237,7 +239,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     assert torch is not None  # _require() was first
     assert host is not None
     # With the map __FILE__ is the same from wherever the sources are compiled, and so is the library.
-    common = (str(host.path), "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc", f"-DFLEXOPS_DEVICE_{device.upper()}=1")
+    common = (*host.command, "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc", f"-DFLEXOPS_DEVICE_{device.upper()}=1")
     binding = csrc / spec.binding
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
     flags = (*common, "-O1", *binding_flags(torch))
@@ -246,7 +248,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     header = BINDING_HEADER if host.kind == "gcc" else ""
     steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory, shared_header=header)]
     plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
-    levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in spec.isa_levels} if device == "cpu" else {"": ("-O1",)}
+    levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in _isa_levels(spec, toolchain)} if device == "cpu" else {"": ("-O1",)}
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"
@@ -254,15 +256,25 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     return steps
 
 
-def _stub_step(toolchain: Toolchain, csrc: Path) -> Step:
+def _isa_levels(spec: OpSpec, toolchain: Toolchain) -> tuple[str, ...]:
+    """The levels that the spec names are x86-64's; elsewhere there is one (csrc/common/cpu.h)."""
+    return spec.isa_levels if toolchain.machine == "x86_64" else ("baseline",)
+
+
+def _stub_steps(toolchain: Toolchain, csrc: Path) -> list[Step]:
     """A library with libtorch_cpu.so's name and the functions of the stable ABI that bindings may call, to link against in the place of the real one.
 
     To read that takes the linker half a second, ten times what all the rest does. A function that is not declared is not found here either.
+    For zig, which has no libstdc++, one with its name likewise.
     """
-    host, header = toolchain.host, str(csrc / "common" / "torch_abi.h")
+    host, header, runtime = toolchain.host, str(csrc / "common" / "torch_abi.h"), str(csrc / "common" / "cxx_runtime.c")
     assert host is not None
-    command = (str(host.path), "-shared", "-nostdlib", "-fPIC", "-w", f"-Wl,-soname,{TORCH_LIBRARY}", "-DFLEXOPS_TORCH_BODY={return(0);}")
-    return Step("link", TORCH_STUB, (header,), (*command, "-x", "c++", header, "-o", TORCH_STUB))
+    stub = ("-shared", "-nostdlib", "-fPIC", "-w")
+    command = (*host.command, *stub, f"-Wl,-soname,{TORCH_LIBRARY}", "-DFLEXOPS_TORCH_BODY={return(0);}", "-x", "c++", header, "-o", TORCH_STUB)
+    steps = [Step("link", TORCH_STUB, (header,), command)]
+    if host.kind == "zig":
+        steps.append(Step("link", RUNTIME_STUB, (runtime,), (*host.linker, *stub, f"-Wl,-soname,{RUNTIME_LIBRARY}", runtime, "-o", RUNTIME_STUB)))
+    return steps
 
 
 def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
@@ -270,13 +282,15 @@ def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
     assert torch is not None
     assert host is not None
     # Stripped (-s): a third smaller, and the whole file is read and hashed at every start.
-    command = [str(host.path), "-shared", "-s", *objects, "-o", library]
+    command = [*host.linker, "-shared", "-s", *objects, "-o", library]
+    stubs: list[str] = []
     # Static libraries are hidden, so that two copies in one process never bind to one another's symbols: libstdc++, where g++ links it so (with the
     # stable ABI only: through the classic one C++ objects cross). What is not used of them goes.
     if torch.stable_abi:
-        command += [TORCH_STUB, "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"]
+        stubs, rest = ([TORCH_STUB, RUNTIME_STUB], "-lm") if host.kind == "zig" else ([TORCH_STUB], "-Wl,--exclude-libs,ALL")
+        command += [*stubs, "-Wl,-z,defs", "-Wl,--gc-sections", rest]
     else:
         command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
     command.append("-ldl")  # a library of its own in glibc before 2.34
-    return Step("link", library, (*objects, *([TORCH_STUB] if torch.stable_abi else [])), tuple(command))
+    return Step("link", library, (*objects, *stubs), tuple(command))
 

@@ -102,6 +102,7 @@ def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device
         rejected=tuple(one for choice in choices.values() for one in choice.rejected),
         notes=tuple(note for choice in choices.values() for note in choice.notes),
         image=context.image,
+        machine=context.machine,
         wished=wished,
         tried=tuple((name, where) for name, choice in choices.items() if choice.taken is None for where in choice.tried),
     )

@@ -43,12 +43,26 @@ class Tool(NamedTuple):
 
 
 class HostCompiler(NamedTuple):
-    """A C++ compiler: the one for host code, and what nvcc gets as ``-ccbin``. Otherwise as ``Tool``."""
+    """A C++ compiler: the one for host code, and what nvcc gets as ``-ccbin``. Otherwise as ``Tool``.
+
+    ``kind`` zig is clang with a C library of its own for every ``target``, such as ``aarch64-linux-gnu.2.28``, and without a C++ runtime library.
+    """
 
     path: Path
     version: Version
     identity: str
-    kind: Literal["gcc", "clang"]
+    kind: Literal["gcc", "clang", "zig"]
+    target: str = ""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What a command that compiles begins with."""
+        return (str(self.path), "c++", "-target", self.target) if self.kind == "zig" else (str(self.path),)
+
+    @property
+    def linker(self) -> tuple[str, ...]:
+        """What a command that links begins with."""
+        return (str(self.path), "cc", "-target", self.target) if self.kind == "zig" else (str(self.path),)
 
 
 class CudaToolkit(NamedTuple):
@@ -96,6 +110,7 @@ class Toolchain(NamedTuple):
         wished: why the compiler that CXX names is none, if it does: then no other is taken in its place.
         tried: for each thing looked for and not had, ``(field, where it was looked for)``, one entry for each place.
         image: the row whose image this is in; empty elsewhere.
+        machine: what is compiled for, as ``uname -m`` says.
     """
 
     torch: TorchBuild | None = None
@@ -111,3 +126,4 @@ class Toolchain(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
     image: str = ""
     wished: str = ""
+    machine: str = "x86_64"

@@ -111,8 +111,19 @@ def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(librari
 
 def test_the_names_of_clang_are_read_as_well() -> None:
     gcc = b"constexpr const char* flexops::detail::kernel_name() [with auto function = flexops::rope::rotate<float>]\0"
-    clang = b"const char *flexops::detail::kernel_name() [function = &flexops::rope::rotate<float>]\0"
+    clang = b"N7flexops6detail6NameOfIXadL_ZNS_4rope6rotateIfEEvNS2_6ParamsEEEEE"
     assert {device_code.expression_of(name) for name in (gcc, clang)} == {ROTATE}
+    others = {
+        b"N7flexops6detail6NameOfIXadL_ZNS_4norm13forward_shortENS2_7ForwardEEEEE": "flexops::norm::forward_short",
+        b"N7flexops6detail6NameOfIXadL_ZNS_9grad_norm11norm_kernelILb1EEEvNS_5multi6LaunchINS2_8NormRuleIXT_EEEEEEEEE": "flexops::grad_norm::norm_kernel<true>",
+    }
+    assert {name: device_code.expression_of(name) for name in others} == others
+
+
+def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCompiler) -> None:
+    names = {"fp8": "flexops::scaled::cast_chunk<(flexops::rows::Type)0>", "norm": "flexops::norm::forward_rows<flexops::norm::Half>"}
+    results = device_code.obtain([plan(name, compiler, family=family) for family, name in names.items()], BuildCache(tmp_path))
+    assert [result.error for result in results] == [None, None]
 
 
 def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_path: Path, compiler: DeviceCompiler) -> None:

@@ -35,7 +35,8 @@ def torch(require: Any) -> TorchBuild:
 
 def compile_both(compiler: HostCompiler, torch: TorchBuild, csrc: Path, source: Path) -> subprocess.CompletedProcess[str]:
     source.write_text("".join(f"#include <{header}>\n" for header in (OURS, *TORCHS)))
-    command = [compiler.path, *binding_flags(torch), f"-std=c++{torch.cxx_standard}", f"-I{csrc}", "-fsyntax-only", source]
+    torchs = [*(f"-isystem{path}" for path in torch.include_dirs), "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    command = [compiler.path, *binding_flags(torch), *torchs, f"-std=c++{torch.cxx_standard}", f"-I{csrc}", "-fsyntax-only", source]
     return subprocess.run(command, text=True, capture_output=True, check=False)
 
 

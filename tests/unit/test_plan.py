@@ -10,6 +10,7 @@ from builds import CUDA, GIB, HOST, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper
 from flexops.errors import ToolchainError
 from flexops.op_builder import catalog
 from flexops.op_builder.plan import BuildPlan, Step, for_nvcc, spare_threads
+from flexops.toolchain.model import HostCompiler, Version
 from flexops.toolchain.resources import Resources
 
 OLD_TOOLS = TOOLS._replace(torch=OLD_TORCH)
@@ -46,15 +47,25 @@ def test_isa_levels_are_named_and_nothing_is_native() -> None:
 
 
 def test_only_the_binding_sees_torch() -> None:
-    plan = paper_plan(ADAM, "cuda")
-    for one in plan.steps:
-        mentions_torch = any("/py/torch/include" in word for word in one.command)
-        assert mentions_torch == (one.output == "binding.o"), one.output
+    for tools, seen in ((TOOLS, []), (OLD_TOOLS, ["binding.o"])):  # with the stable ABI not even that: our own header declares what it calls
+        plan = paper_plan(ADAM, "cuda", tools)
+        assert [one.output for one in plan.steps if any("/py/torch/include" in word for word in one.command)] == seen
+
+
+def test_zig_compiles_for_another_machine() -> None:
+    zig = HostCompiler(Path("/zig/zig"), Version((0, 17)), "zig 0.17", "zig", "aarch64-linux-gnu.2.28")
+    plan = paper_plan(ADAM, "cpu", TOOLS._replace(host=zig, machine="aarch64", launcher=None))
+    assert plan.isa_levels == ("baseline",)
+    assert [one.output for one in plan.steps] == ["binding.o", "adam_cpu_baseline.o", "torch_stub.so", "runtime_stub.so", "flexops_adam_cpu.so"]
+    assert all(one.command[0] == "/zig/zig" and one.command[2:4] == ("-target", "aarch64-linux-gnu.2.28") for one in plan.steps)
+    assert plan.steps[-1].command[1] == "cc", "c++ would link a C++ library of zig's own, whose exceptions torch does not catch"
+    assert not any(word.startswith("-m") for one in plan.steps for word in one.command)
+    assert plan.trusted_roots == ("/py/torch", "/zig")
 
 
 def test_stable_abi_where_torch_has_it() -> None:
     words = step(paper_plan(ADAM, "cuda"), "binding.o").command
-    assert {"-DFLEXOPS_STABLE_ABI=1", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-std=c++17", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
+    assert {"-DFLEXOPS_STABLE_ABI=0x020b000000000000", "-std=c++17", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
     assert not any("GLIBCXX_USE_CXX11_ABI" in word for word in words)
     assert "-lc10" not in paper_plan(ADAM, "cuda").steps[-1].command
 
@@ -63,7 +74,7 @@ def test_classic_abi_for_an_older_torch() -> None:
     plan = paper_plan(ADAM, "cuda", OLD_TOOLS)
     words = step(plan, "binding.o").command
     assert {"-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0"} <= set(words)
-    assert "-DFLEXOPS_STABLE_ABI=1" not in words
+    assert not any("STABLE_ABI" in word for word in words)
     assert plan.torch_abi == "torch-2.4-cxx11abi0-cu12.1"
     assert "-lc10" in plan.steps[-1].command
     assert step(plan, "binding.o").memory_bytes > step(paper_plan(ADAM, "cuda"), "binding.o").memory_bytes

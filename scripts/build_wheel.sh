@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Makes dist/flexops_torch-*-py3-none-manylinux_2_28_*.whl: every operator's host code, for any torch from 2.11 on, any Python and any CUDA. It needs
+# Python and a package index; the compiler (zig) comes from there.
+set -euo pipefail
+
+usage="usage: bash scripts/build_wheel.sh [--arch x86_64|aarch64]... [--out DIR]      (default: both, into dist/)"
+machines=() out=dist
+while [ $# -gt 0 ]; do
+  case $1 in
+    --arch) machines+=("${2:?$usage}") && shift 2 ;;
+    --out) out=${2:?$usage} && shift 2 ;;
+    -h | --help) echo "$usage" && exit 0 ;;
+    *) echo "build_wheel.sh: $1 is not understood; $usage" >&2 && exit 2 ;;
+  esac
+done
+[ ${#machines[@]} -gt 0 ] || machines=(x86_64 aarch64)
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+for machine in "${machines[@]}"; do
+  work=$(mktemp -d)
+  # setuptools keeps what an earlier build put into build/: nothing of another machine's may get into this wheel.
+  cp -R "$root/flexops" "$root/csrc" "$root/setup.py" "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$work"
+  rm -rf "$work/flexops/_aot"
+  FLEXOPS_WHEEL=$machine "$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$work" || { rm -rf "$work" && exit 1; }
+  rm -rf "$work"
+done
+ls -l "$out"/flexops_torch-*-manylinux_2_28_*.whl
