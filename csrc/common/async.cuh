@@ -17,11 +17,16 @@
 
 namespace flexops {
 
+#if FLEXOPS_HAS_ASYNC_COPY
+/// To an address in shared memory; the rest as below.
+FLEXOPS_DEVICE void async_copy16(u32 shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+#endif
 /// 16 bytes, both ends aligned to that; zeros, and nothing is read, if not valid.
 FLEXOPS_DEVICE void async_copy16(void* shared, const void* global, bool valid) {
 #if FLEXOPS_HAS_ASYNC_COPY
-  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  async_copy16(static_cast<u32>(__cvta_generic_to_shared(shared)), global, valid);
 #else
   *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
 #endif

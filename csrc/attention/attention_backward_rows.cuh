@@ -1,0 +1,93 @@
+// Before and after attention's backward kernels: what they need of each query, and dQ from what they have added up.
+//
+//   before:  delta = rowsum(dO O) - dLSE;  exponent = log2(e) LSE;  zeros for the sums of dQ
+//   after:   dQ = scale (sums of dQ), in its type and order
+//
+// Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not straddle sequences, and rows that are not
+// there have an exponent of +inf, which makes their weights zero.
+#pragma once
+
+#include "attention/attention_softmax.cuh"
+#include "common/elements.cuh"
+#include "common/vec.cuh"
+
+namespace flexops::attention {
+
+constexpr int kRowTile = 128;  // a multiple of every kM
+
+/// Which rows of [heads_q, padded_rows] are a sequence's. The launcher: padded_rows = batch * (length_q rounded up to kRowTile), or, if
+/// packed, (tokens + batch * kRowTile) rounded up to kRowTile.
+FLEXOPS_DEVICE i64 padded_row(const Problem& p, const Sequence& s) {
+  const int row = p.cumulative_q ? (s.first_q + s.batch * kRowTile) / kRowTile : s.batch * ceil_div(p.length_q, kRowTile);
+  return static_cast<i64>(row) * kRowTile;
+}
+
+struct BackwardRowsParams {
+  Problem problem;
+  Tensor o, d_o;  // "before" reads them
+  const float *lse, *d_lse;  // d_lse: null if there is none
+  i64 lse_batch, lse_head;   // of both
+  float *exponent, *delta;   // [heads_q, padded_rows]
+  float* dq_sums;            // [heads_q, padded_rows, kDim], within kM rows in the order of fragments
+  Tensor dq;                 // "after" writes it
+  i64 padded_rows;
+};
+
+constexpr int kRowThreads = 256;
+
+/// grid: (tiles of kRowTile rows, heads_q, batch).
+template <class T, int kDim>
+__global__ void __launch_bounds__(kRowThreads) backward_before(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
+  constexpr int kLanes = 8;  // share a row
+  const Sequence s(p.problem, blockIdx.z, blockIdx.y);
+  const int first = blockIdx.x * kRowTile, lane = static_cast<int>(threadIdx.x) % kLanes;
+  if (first >= s.length_q) return;
+  const i64 padded = s.head * p.padded_rows + padded_row(p.problem, s) + first;
+  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < kRowTile; row += kRowThreads / kLanes) {
+    const bool inside = first + row < s.length_q;
+    const i64 at = s.first_q + first + row;
+    float sum = 0;
+    if (inside) {
+      const T *o = s.rows_q<T>(p.o, first + row), *d_o = s.rows_q<T>(p.d_o, first + row);
+      for (int column = 8 * lane; column < p.problem.head_dim_v; column += 8 * kLanes) {
+        float a[8], b[8];
+        widen(a, load<Cache::streaming>(reinterpret_cast<const Vec<T, 8>*>(o + column)));
+        widen(b, load<Cache::normal>(reinterpret_cast<const Vec<T, 8>*>(d_o + column)));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = fmaf(a[i], b[i], sum);
+      }
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (lane == 0) {
+      const i64 lse = s.coordinate * p.lse_batch + s.head * p.lse_head + at;
+      const float log_sum_exp = inside ? p.lse[lse] : -infinity();
+      p.exponent[padded + row] = log_sum_exp == -infinity() ? infinity() : log_sum_exp * kLog2E;
+      p.delta[padded + row] = inside && p.d_lse ? sum - p.d_lse[lse] : sum;
+    }
+  }
+  auto* zeros = reinterpret_cast<float4*>(p.dq_sums + padded * kDim);
+  for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads) zeros[i] = float4{0, 0, 0, 0};
+}
+
+/// grid: (tiles of kM rows, heads_q, batch); a warpgroup for each fragment that the backward kernel has of a tile: kM / 64 of rows, or, with
+/// kM = 64, two halves of the columns.
+template <class T, int kDim, int kM>
+__global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
+  constexpr int kColumns = kM == 64 ? kDim / 2 : kDim;
+  const Sequence s(p.problem, blockIdx.z, blockIdx.y);
+  const int first = blockIdx.x * kM, group = static_cast<int>(threadIdx.x) / 128, thread = static_cast<int>(threadIdx.x) % 128;
+  if (first >= s.length_q) return;
+  const float* sums = p.dq_sums + (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim + group * (64 * kColumns) + thread * 4;
+  float dq[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    const float4 four = *reinterpret_cast<const float4*>(sums + i * 512);
+    dq[4 * i] = four.x * p.problem.scale, dq[4 * i + 1] = four.y * p.problem.scale;
+    dq[4 * i + 2] = four.z * p.problem.scale, dq[4 * i + 3] = four.w * p.problem.scale;
+  }
+  const int row = first + (kM == 64 ? 0 : group * 64) + thread / 32 * 16 + lane_row();
+  store_query_gradient<T>(p.dq, s, row, dq, p.problem.head_dim, kM == 64 ? group * kColumns : 0);
+}
+
+}  // namespace flexops::attention

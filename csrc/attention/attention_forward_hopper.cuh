@@ -1,0 +1,234 @@
+// Attention forward on Hopper (sm_90a).
+//
+// A block of threads is one per multiprocessor and stays there (persistent). It has a producer warpgroup, of which one thread works, and
+// kGroups consumer warpgroups, each with 64 of the tile's kM = 64 kGroups queries.
+//
+//   Shared memory: Q's tile; a ring of kStages blocks of kN keys, and one of their values; barriers "full" (the copy engine has delivered)
+//   and "empty" (every consumer warp is done) for each of them; the numbers of the next tiles.
+//   Registers: a producer's thread keeps kProducerRegisters. A consumer's has S (64 x kN, in float32: kN / 2 registers), P (S in T, the
+//   second product's left operand: kN / 4) and O (64 x kDimV: kDimV / 2).
+//
+//   Consumer, for block n from the last one to the first:
+//     tensor cores:   S' = Q K(n)^T   | O += P V(n + 1)          |  ...
+//     others:                         | P' = softmax(mask(S'))   |  O *= correction
+//
+// so that softmax runs beside the product of the block before; and warpgroups issue their products in turn (named barriers), so that the
+// softmax of one runs beside the products of another, too ("ping-pong").
+//
+// Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2 cache holds keys and values of; the
+// producer takes the next one's number from a counter and loads its Q while consumers end the one before.
+#pragma once
+
+#include "attention/attention_softmax.cuh"
+#include "common/hopper.cuh"
+
+namespace flexops::attention {
+
+struct ForwardHopperParams {
+  hopper::TensorMap q, k, v;  // 4 dimensions, from the inner: head_dim, length, heads, batch; boxes of Tile::kPanel x rows
+  ForwardParams call;
+  int* counter;  // zero at the launch
+};
+
+template <class T, int kDim, int kDimV, int kGroups, int kN>
+struct ForwardHopper {
+  static constexpr int kM = 64 * kGroups, kStages = 2, kThreads = (kGroups + 1) * hopper::kWarpgroup;
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
+  using Q = hopper::Tile<kM, kDim>;
+  using K = hopper::Tile<kN, kDim>;
+  using V = hopper::Tile<kN, kDimV>;
+  // Shared memory, in bytes.
+  static constexpr int kQ = 0, kK = kQ + Q::kBytes, kV = kK + kStages * K::kBytes, kBarriers = kV + kStages * V::kBytes;
+  static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages + 4) + 8;
+  static_assert(kBytes <= 227 * 1024, "a multiprocessor's shared memory");
+
+  u32 memory;
+  FLEXOPS_DEVICE explicit ForwardHopper(u32 address) : memory(address) {}
+  FLEXOPS_DEVICE u32 barrier(int i) const { return memory + kBarriers + 8 * i; }
+  FLEXOPS_DEVICE u32 q_full() const { return barrier(0); }
+  FLEXOPS_DEVICE u32 q_empty() const { return barrier(1); }
+  FLEXOPS_DEVICE u32 k_full(int stage) const { return barrier(2 + stage); }
+  FLEXOPS_DEVICE u32 k_empty(int stage) const { return barrier(2 + kStages + stage); }
+  FLEXOPS_DEVICE u32 v_full(int stage) const { return barrier(2 + 2 * kStages + stage); }
+  FLEXOPS_DEVICE u32 v_empty(int stage) const { return barrier(2 + 3 * kStages + stage); }
+  FLEXOPS_DEVICE u32 tile_full(int slot) const { return barrier(2 + 4 * kStages + slot); }
+  FLEXOPS_DEVICE u32 tile_empty(int slot) const { return barrier(4 + 4 * kStages + slot); }
+  FLEXOPS_DEVICE u32 tile(int slot) const { return barrier(6 + 4 * kStages) + 4 * slot; }
+  FLEXOPS_DEVICE u32 q() const { return memory + kQ; }
+  FLEXOPS_DEVICE u32 k(int stage) const { return memory + kK + stage * K::kBytes; }
+  FLEXOPS_DEVICE u32 v(int stage) const { return memory + kV + stage * V::kBytes; }
+
+  FLEXOPS_DEVICE void init_barriers() const {
+    using hopper::init;
+    constexpr int kConsumers = 4 * kGroups;  // warps
+    init(q_full(), 1), init(q_empty(), kConsumers);
+    for (int i = 0; i < kStages; ++i) init(k_full(i), 1), init(v_full(i), 1), init(k_empty(i), kConsumers), init(v_empty(i), kConsumers);
+    for (int i = 0; i < 2; ++i) init(tile_full(i), 1), init(tile_empty(i), kConsumers);
+    hopper::fence_init();
+  }
+};
+
+template <class Shape>
+FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& shape) {
+  using namespace hopper;
+  constexpr int kM = Shape::kM, kN = Shape::K::kRows;
+  const Problem& problem = p.call.problem;
+  const int tiles = p.call.tiles * problem.batch * problem.heads_q;
+  Turn<Shape::kStages> turn_k, turn_v;
+  Turn<2> turn;
+  u32 q_parity = 0;
+  const auto load_k = [&](const Sequence& s, int n) {
+    wait(shape.k_empty(turn_k.stage), turn_k.parity ^ 1);
+    expect(shape.k_full(turn_k.stage), Shape::K::kBytes);
+    Shape::K::load(shape.k(turn_k.stage), p.k, shape.k_full(turn_k.stage), s.first_k + n * kN, s.head_k, s.coordinate);
+    turn_k.next();
+  };
+  const auto load_v = [&](const Sequence& s, int n) {
+    wait(shape.v_empty(turn_v.stage), turn_v.parity ^ 1);
+    expect(shape.v_full(turn_v.stage), Shape::V::kBytes);
+    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), s.first_k + n * kN, s.head_k, s.coordinate);
+    turn_v.next();
+  };
+  for (int tile = blockIdx.x;; turn.next()) {
+    wait(shape.tile_empty(turn.stage), turn.parity ^ 1);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shape.tile(turn.stage)), "r"(tile) : "memory");
+    arrive(shape.tile_full(turn.stage));
+    if (tile >= tiles) return;
+    const int next = gridDim.x + atomicAdd(p.counter, 1);
+    const TileNumber number(tile, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
+    const Sequence s(problem, number.batch, number.head);
+    const int m = p.call.tiles - 1 - number.tile;
+    const Blocks blocks = visible_keys<kM, kN>(problem, s, m);
+    if (!blocks.none()) {
+      wait(shape.q_empty(), q_parity ^ 1);
+      q_parity ^= 1;
+      expect(shape.q_full(), Shape::Q::kBytes);
+      Shape::Q::load(shape.q(), p.q, shape.q_full(), s.first_q + m * kM, s.head, s.coordinate);
+      load_k(s, blocks.end - 1);
+#pragma unroll 1
+      for (int n = blocks.end - 2; n >= blocks.begin; --n) load_k(s, n), load_v(s, n + 1);
+      load_v(s, blocks.begin);
+    }
+    tile = next;
+  }
+}
+
+template <class T, class Modifier, class Shape>
+FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& shape, int group) {
+  using namespace hopper;
+  using Q = typename Shape::Q;
+  using K = typename Shape::K;
+  using V = typename Shape::V;
+  constexpr int kM = Shape::kM, kN = K::kRows, kGroups = kM / 64;
+  const Problem& problem = p.call.problem;
+  const int tiles = p.call.tiles * problem.batch * problem.heads_q;
+  const float scale = exponent_scale<Modifier>(problem);
+  const bool leader = lane_id() == 0;  // arrives for its warp
+  const auto take_turn = [&] { barrier(1 + group, 2 * kWarpgroup); };
+  const auto pass_turn = [&] { barrier_pass(1 + (group + 1) % kGroups, 2 * kWarpgroup); };
+  if (group == kGroups - 1) pass_turn();
+
+  Turn<Shape::kStages> turn_k, turn_v;
+  Turn<2> turn;
+  u32 q_parity = 0;
+  for (;; turn.next()) {
+    wait(shape.tile_full(turn.stage), turn.parity);
+    int tile;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile) : "r"(shape.tile(turn.stage)) : "memory");
+    __syncwarp();
+    if (leader) arrive(shape.tile_empty(turn.stage));
+    if (tile >= tiles) return;
+    const TileNumber number(tile, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
+    const Sequence s(problem, number.batch, number.head);
+    const Modifier modifier(problem, s);
+    const int m = p.call.tiles - 1 - number.tile;
+    const Blocks blocks = visible_keys<kM, kN>(problem, s, m);
+    const int first_row = m * kM + group * 64, row = first_row + static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16 + lane_row();
+
+    float scores[kN / 2], out[V::kColumns / 2] = {}, correction[2];
+    u32 weights[kN / 4];
+    Rows rows;
+    const auto start_scores = [&] {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < Q::kColumns / 16; ++step)
+        wgmma<T, false, false>(scores, Q::rows(shape.q(), group * 64, step), K::rows(shape.k(turn_k.stage), 0, step), step > 0);
+      wgmma_commit();
+    };
+    const auto start_out = [&] {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kN / 16; ++step) wgmma<T, true>(out, weights + 4 * step, V::columns(shape.v(turn_v.stage), 0, step), true);
+      wgmma_commit();
+    };
+    const auto end_scores = [&](int n) {
+      if (leader) {
+        arrive(shape.k_empty(turn_k.stage));
+        if (n == blocks.begin) arrive(shape.q_empty());
+      }
+      turn_k.next();
+      modify(scores, modifier, row, n * kN + lane_column());
+      if (is_partial(problem, s, first_row, 64, n * kN, kN)) mask(scores, problem, s, row, n * kN + lane_column());
+      rows.update(scores, scale, correction);
+    };
+    const auto end_out = [&] {
+      if (leader) arrive(shape.v_empty(turn_v.stage));
+      turn_v.next();
+    };
+
+    if (!blocks.none()) {
+      wait(shape.q_full(), q_parity);
+      q_parity ^= 1;
+      wait(shape.k_full(turn_k.stage), turn_k.parity);
+      take_turn();
+      start_scores();
+      pass_turn();
+      wgmma_wait<0>(scores);
+      end_scores(blocks.end - 1);
+      pack<T>(weights, scores);
+#pragma unroll 1
+      for (int n = blocks.end - 2; n >= blocks.begin; --n) {
+        wait(shape.k_full(turn_k.stage), turn_k.parity);
+        take_turn();
+        start_scores();
+        wait(shape.v_full(turn_v.stage), turn_v.parity);
+        start_out();
+        pass_turn();
+        wgmma_wait<1>(scores);
+        end_scores(n);
+        wgmma_wait<0>(out);
+        end_out();
+        pack<T>(weights, scores);
+        if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f)) scale_rows(out, correction);  // later, maxima seldom change
+      }
+      wait(shape.v_full(turn_v.stage), turn_v.parity);
+      start_out();
+      wgmma_wait<0>(out);
+      end_out();
+    }
+
+    store_output<T>(p.call, s, rows, scale, row, out);
+  }
+}
+
+template <class T, int kDim, int kDimV, int kGroups, int kN, class Modifier>
+__global__ void __launch_bounds__((kGroups + 1) * 128, 1) forward_hopper(const FLEXOPS_GRID_CONSTANT ForwardHopperParams p) {
+  using Shape = ForwardHopper<T, kDim, kDimV, kGroups, kN>;
+  extern __shared__ __align__(1024) u8 memory[];
+  const Shape shape(shuffle(hopper::shared_address(memory), 0));  // by way of a shuffle it is not computed over and over
+  if (threadIdx.x == 0) {
+    hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v);
+    shape.init_barriers();
+  }
+  __syncthreads();
+  const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
+  if (warpgroup == 0) {
+    hopper::leave_registers<Shape::kProducerRegisters>();
+    if (threadIdx.x == 0) forward_produce(p, shape);
+  } else {
+    hopper::take_registers<Shape::kConsumerRegisters>();
+    forward_consume<T, Modifier>(p, shape, warpgroup - 1);
+  }
+}
+
+}  // namespace flexops::attention
