@@ -3,8 +3,8 @@
 // After Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023) and Shah et al., "FlashAttention-3:
 // Fast and Accurate Attention with Asynchrony and Low-precision" (2024); the online softmax after Milakov and Gimelshein (2018).
 //
-//   attention.cuh                   what all have in common: the problem, which blocks of keys a tile of queries sees, mask, score modifiers
-//   attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
+//   attention.cuh                   what all have in common: the problem, which blocks of keys a tile of queries sees, mask, score
+//   modifiers attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
 //   attention_forward_hopper.cuh    sm_90a: copy engine, wgmma, warp specialization
 //   attention_backward_hopper.cuh   the same, for the gradients
 //   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
@@ -29,13 +29,14 @@ enum BiasType : u8 { kBiasFloat32 = 0, kBiasFloat16 = 1, kBiasBfloat16 = 2, kBia
 
 /// What is to be computed. Lengths are below 2^29. Packed sequences (cumulative lengths given) lie one after another in a batch of one.
 struct Problem {
-  int batch, heads_q, heads_k, group;  // group = heads_q / heads_k: query heads that share a key head
-  int length_q, length_k;              // if packed, the longest
+  int batch, heads_q, heads_k, group;      // group = heads_q / heads_k: query heads that share a key head
+  int length_q, length_k;                  // if packed, the longest
   const i32 *cumulative_q, *cumulative_k;  // [batch + 1], or null
-  int head_dim, head_dim_v;            // of q and k, of v and o: multiples of 8, at most the kernel's kDim and kDimV
-  int window_left, window_right;       // query i sees keys [i + offset - left, i + offset + right], offset = length_k - length_q; causal: right 0
+  int head_dim, head_dim_v;                // of q and k, of v and o: multiples of 8, at most the kernel's kDim and kDimV
+  int window_left,
+      window_right;  // query i sees keys [i + offset - left, i + offset + right], offset = length_k - length_q; causal: right 0
   float scale, softcap;
-  const void* bias;  // added to the scaled score
+  const void* bias;                                  // added to the scaled score
   i64 bias_batch, bias_head, bias_row, bias_column;  // strides in elements; 0 where it is broadcast
   BiasType bias_type;
   const float* alibi;  // slopes: score - slope |i + offset - j|
@@ -49,8 +50,8 @@ FLEXOPS_DEVICE float exp2_approx(float x) {
 }
 FLEXOPS_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/// A tensor [batch, length, heads, columns] or, packed, [1, tokens, heads, columns]; strides in elements, columns are neighbours, rows begin
-/// at multiples of 16 bytes.
+/// A tensor [batch, length, heads, columns] or, packed, [1, tokens, heads, columns]; strides in elements, columns are neighbours, rows
+/// begin at multiples of 16 bytes.
 struct Tensor {
   void* data;
   i64 batch, row, head;

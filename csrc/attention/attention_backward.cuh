@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   using Ds = typename Shape::Ds;
   constexpr int kThreads = Shape::kThreads, kSplit = Shape::kSplit, kQueries = Shape::kQueries;
   extern __shared__ __align__(1024) u8 memory[];
-  const u32 k = static_cast<u32>(__cvta_generic_to_shared(memory)), v = k + Shape::kV, weights_tile = k + Shape::kP, ds_tile = k + Shape::kDs;
+  const u32 k = static_cast<u32>(__cvta_generic_to_shared(memory)), v = k + Shape::kV, weights_tile = k + Shape::kP,
+            ds_tile = k + Shape::kDs;
 
   const Problem& problem = p.problem;
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.tiles, p.section);

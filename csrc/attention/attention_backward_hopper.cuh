@@ -7,9 +7,9 @@
 // keys each. They compute S and dP transposed (keys by queries), so that P^T and dS^T are left operands as they lie in registers; dS goes
 // through shared memory too, for dQ, which sums over the keys of both.
 //
-//   Shared memory: K and V; rings of kStages tiles of kM queries (with their exponents) and of kDoStages tiles of dO (with delta); dS twice; dQ in
-//   float32, on its way to memory.
-//   Registers of a consumer: dK, dV (kDim / 2, kDimV / 2), S^T and dP^T (kM / 2 each; dQ's fragment takes dP's place), P^T, dS^T in T.
+//   Shared memory: K and V; rings of kStages tiles of kM queries (with their exponents) and of kDoStages tiles of dO (with delta); dS
+//   twice; dQ in float32, on its way to memory. Registers of a consumer: dK, dV (kDim / 2, kDimV / 2), S^T and dP^T (kM / 2 each; dQ's
+//   fragment takes dP's place), P^T, dS^T in T.
 //
 //   Consumer, for tile i of queries, what the tensor cores do | and the other units beside it:
 //     dP(i)                    S(i), dK(i - 1) are under way  |  P(i) = 2^(S(i) - LSE)
@@ -36,14 +36,15 @@ struct BackwardHopper {
   using K = hopper::Tile<kN, kDim>;
   using V = hopper::Tile<kN, kDimV>;
   using Ds = hopper::Tile<kN, kM>;  // transposed: keys by queries
-  /// Registers are left: K and V are held in them, and dQ goes to memory from them, not through shared memory (4 to 18 % at 64 columns, where
-  /// 128 would wait for registers that are still to be read, 4 to 6 %; one H200).
+  /// Registers are left: K and V are held in them, and dQ goes to memory from them, not through shared memory (4 to 18 % at 64 columns,
+  /// where 128 would wait for registers that are still to be read, 4 to 6 %; one H200).
   static constexpr bool kSmall = kDim + kDimV <= 128;
   /// dQ's fragment of a warpgroup: 64 rows of the tile, or, if it has no more, half of the columns.
   static constexpr int kDqColumns = kM == 64 ? kDim / 2 : kDim, kDqBytes = 64 * kDqColumns * 4;
   static constexpr int kRowBytes = kM * 4;
   static constexpr int kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDo = kQ + kStages * Q::kBytes, kDs = kDo + kDoStages * Do::kBytes;
-  static constexpr int kDq = kDs + 2 * Ds::kBytes, kExponent = kDq + (kSmall ? 0 : kGroups * kDqBytes), kDelta = kExponent + kStages * kRowBytes;
+  static constexpr int kDq = kDs + 2 * Ds::kBytes, kExponent = kDq + (kSmall ? 0 : kGroups * kDqBytes),
+                       kDelta = kExponent + kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + kDoStages * kRowBytes, kBytes = kBarriers + 8 * (1 + 2 * kStages + 2 * kDoStages);
   static_assert(kBytes <= 227 * 1024, "a multiprocessor's shared memory");
 
@@ -110,10 +111,12 @@ FLEXOPS_DEVICE void backward_produce(const BackwardHopperParams& p, const Shape&
 }
 
 FLEXOPS_DEVICE void add_to_memory(float* to, const float* four) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]) : "memory");
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+               : "memory");
 }
 FLEXOPS_DEVICE void store_shared(u32 address, const float* four) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+               : "memory");
 }
 
 template <class T, class Modifier, class Shape>
@@ -229,7 +232,8 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
       start_scores();
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kM / 16; ++step) wgmma<T, false, true>(dk, Ds::rows(shape.ds(i % 2), group * 64, step), Q::columns(shape.q(turn_used.stage), 0, step), true);
+      for (int step = 0; step < kM / 16; ++step)
+        wgmma<T, false, true>(dk, Ds::rows(shape.ds(i % 2), group * 64, step), Q::columns(shape.q(turn_used.stage), 0, step), true);
       wgmma_commit();
 
       wgmma_wait<1>(dq, dv, scores);

@@ -3,8 +3,8 @@
 //   before:  delta = rowsum(dO O) - dLSE;  exponent = log2(e) LSE;  zeros for the sums of dQ
 //   after:   dQ = scale (sums of dQ), in its type and order
 //
-// Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not straddle sequences, and rows that are not
-// there have an exponent of +inf, which makes their weights zero.
+// Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not straddle sequences, and rows that are
+// not there have an exponent of +inf, which makes their weights zero.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -24,7 +24,7 @@ FLEXOPS_DEVICE i64 padded_row(const Problem& p, const Sequence& s) {
 
 struct BackwardRowsParams {
   Problem problem;
-  Tensor o, d_o;  // "before" reads them
+  Tensor o, d_o;             // "before" reads them
   const float *lse, *d_lse;  // d_lse: null if there is none
   i64 lse_batch, lse_head;   // of both
   float *exponent, *delta;   // [heads_q, padded_rows]
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_before(const FLEXOPS_GRI
   for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads) zeros[i] = float4{0, 0, 0, 0};
 }
 
-/// grid: (tiles of kM rows, heads_q, batch); a warpgroup for each fragment that the backward kernel has of a tile: kM / 64 of rows, or, with
-/// kM = 64, two halves of the columns.
+/// grid: (tiles of kM rows, heads_q, batch); a warpgroup for each fragment that the backward kernel has of a tile: kM / 64 of rows, or,
+/// with kM = 64, two halves of the columns.
 template <class T, int kDim, int kM>
 __global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
   constexpr int kColumns = kM == 64 ? kDim / 2 : kDim;

@@ -10,12 +10,13 @@ namespace flexops::attention {
 /// acc[16 x 8] += left[16 x 16] right[16 x 8].
 template <class T>
 FLEXOPS_DEVICE void mma(float* acc, const u32 (&left)[4], u32 right0, u32 right1);
-#define FLEXOPS_DEFINE_MMA(T, type)                                                                                                         \
-  template <>                                                                                                                               \
-  FLEXOPS_DEVICE void mma<T>(float* acc, const u32 (&left)[4], u32 right0, u32 right1) {                                                    \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                                                   \
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));                                       \
+#define FLEXOPS_DEFINE_MMA(T, type)                                                                   \
+  template <>                                                                                         \
+  FLEXOPS_DEVICE void mma<T>(float* acc, const u32(&left)[4], u32 right0, u32 right1) {               \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                               \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"               \
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                             \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1)); \
   }
 FLEXOPS_DEFINE_MMA(bf16, "bf16")
 FLEXOPS_DEFINE_MMA(f16, "f16")

@@ -208,7 +208,8 @@ FLEXOPS_DEVICE void store_key_gradient(const Tensor& to, const Sequence& s, int 
 }
 /// The same of queries.
 template <class T, int N>
-FLEXOPS_DEVICE void store_query_gradient(const Tensor& to, const Sequence& s, int query, const float (&gradient)[N], int columns, int column) {
+FLEXOPS_DEVICE void store_query_gradient(const Tensor& to, const Sequence& s, int query, const float (&gradient)[N], int columns,
+                                         int column) {
   T* const rows[2] = {s.rows_q<T>(to, query) + column, s.rows_q<T>(to, query + 8) + column};
   const bool inside[2] = {query < s.length_q, query + 8 < s.length_q};
   store_rows<T>(rows, inside, gradient, columns - column);

@@ -36,8 +36,8 @@ FLEXOPS_DEVICE void expect(u32 barrier, u32 bytes) {
 }
 FLEXOPS_DEVICE void wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra again;\nfinished:\n}" ::"r"(
-          barrier),
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
+      "again;\nfinished:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -77,10 +77,11 @@ FLEXOPS_DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier)
                : "memory");
 }
 
-/// Starts to add `bytes` (a multiple of 16) of floats in shared memory to those at `to`, in one piece; fence_async() and a barrier before it.
+/// Starts to add `bytes` (a multiple of 16) of floats in shared memory to those at `to`, in one piece; fence_async() and a barrier before
+/// it.
 FLEXOPS_DEVICE void add_bytes(float* to, u32 from, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+               "r"(from), "r"(bytes)
                : "memory");
 }
 /// Waits until all that this thread has started to add is read, and may be overwritten.
@@ -115,8 +116,8 @@ struct Tile : Panels<kRows, kColumns> {
   static FLEXOPS_DEVICE u64 rows(u32 tile, int row, int step) {
     return descriptor(tile, row * kRowBytes + step / (kPanel / 16) * kPanelBytes + step % (kPanel / 16) * 32, 16);
   }
-  /// Columns from `column` (a multiple of 8; of kPanel, if they go past a panel) on, whose rows [16 step, 16 step + 16) are summed over: the
-  /// transposed operand.
+  /// Columns from `column` (a multiple of 8; of kPanel, if they go past a panel) on, whose rows [16 step, 16 step + 16) are summed over:
+  /// the transposed operand.
   static FLEXOPS_DEVICE u64 columns(u32 tile, int column, int step) {
     return descriptor(tile, column / kPanel * kPanelBytes + column % kPanel * 2 + step * 16 * kRowBytes, kPanelBytes);
   }
@@ -150,12 +151,12 @@ FLEXOPS_DEVICE void finish_before(bool never) {
   if (never) asm volatile("nanosleep.u32 0;" ::: "memory");
 }
 
-/// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its tile) or in registers, B in shared memory.
-/// A thread of warp w has rows 16 w + lane / 4 (+ 8) and columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
+/// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its tile) or in registers, B in shared
+/// memory. A thread of warp w has rows 16 w + lane / 4 (+ 8) and columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
 template <class T, int kN, bool kColumnsOfA, bool kColumnsOfB>
 struct Wgmma;
 
-#define FLEXOPS_D8(i)                                                                                                                        \
+#define FLEXOPS_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLEXOPS_D16(i) FLEXOPS_D8(i), FLEXOPS_D8(i + 8)
 #define FLEXOPS_D32(i) FLEXOPS_D16(i), FLEXOPS_D16(i + 16)
@@ -175,29 +176,31 @@ struct Wgmma;
 #define FLEXOPS_L64 FLEXOPS_L56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define FLEXOPS_L88 FLEXOPS_L64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
 #define FLEXOPS_L96 FLEXOPS_L88 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define FLEXOPS_L128                                                                                                                         \
-  FLEXOPS_L96                                                                                                                                \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123," \
+#define FLEXOPS_L128                                                                                                                      \
+  FLEXOPS_L96                                                                                                                             \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%" \
+  "123,"                                                                                                                                  \
   "%124,%125,%126,%127"
 
 #define FLEXOPS_WGMMA_BEGIN(accumulate, n, type) \
   "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {"
 // i0 to i6: the numbers of the operands after the kN / 2 registers of the accumulator.
-#define FLEXOPS_DEFINE_WGMMA_OF(T, type, n, registers, i0, i1, i2, i3, i4, i5, i6)                                                           \
-  template <bool kColumnsOfA, bool kColumnsOfB>                                                                                              \
-  struct Wgmma<T, n, kColumnsOfA, kColumnsOfB> {                                                                                             \
-    static FLEXOPS_DEVICE void shared(float (&d)[registers], u64 a, u64 b, int accumulate) {                                                 \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i2, n, type) FLEXOPS_L##registers "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"                \
-                   : FLEXOPS_D##registers(0)                                                                                                 \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kColumnsOfA ? 1 : 0), "n"(kColumnsOfB ? 1 : 0));                                   \
-    }                                                                                                                                        \
-    static FLEXOPS_DEVICE void registers_(float (&d)[registers], const u32* a, u64 b, int accumulate) {                                      \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i5, n, type) FLEXOPS_L##registers "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, %" i6 ";\n}" \
-                   : FLEXOPS_D##registers(0)                                                                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kColumnsOfB ? 1 : 0));                         \
-    }                                                                                                                                        \
+#define FLEXOPS_DEFINE_WGMMA_OF(T, type, n, registers, i0, i1, i2, i3, i4, i5, i6)                                                         \
+  template <bool kColumnsOfA, bool kColumnsOfB>                                                                                            \
+  struct Wgmma<T, n, kColumnsOfA, kColumnsOfB> {                                                                                           \
+    static FLEXOPS_DEVICE void shared(float (&d)[registers], u64 a, u64 b, int accumulate) {                                               \
+      asm volatile(FLEXOPS_WGMMA_BEGIN(i2, n, type) FLEXOPS_L##registers "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"              \
+                   : FLEXOPS_D##registers(0)                                                                                               \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kColumnsOfA ? 1 : 0), "n"(kColumnsOfB ? 1 : 0));                                 \
+    }                                                                                                                                      \
+    static FLEXOPS_DEVICE void registers_(float (&d)[registers], const u32* a, u64 b, int accumulate) {                                    \
+      asm volatile(FLEXOPS_WGMMA_BEGIN(i5, n, type) FLEXOPS_L##registers "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, %" i6 \
+                                                                         ";\n}"                                                            \
+                   : FLEXOPS_D##registers(0)                                                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kColumnsOfB ? 1 : 0));                       \
+    }                                                                                                                                      \
   };
-#define FLEXOPS_DEFINE_WGMMA(...)                      \
+#define FLEXOPS_DEFINE_WGMMA(...)                    \
   FLEXOPS_DEFINE_WGMMA_OF(bf16, "bf16", __VA_ARGS__) \
   FLEXOPS_DEFINE_WGMMA_OF(f16, "f16", __VA_ARGS__)
 FLEXOPS_DEFINE_WGMMA(32, 16, "16", "17", "18", "19", "20", "21", "22")

@@ -1,7 +1,8 @@
 // Tiles of 16-bit elements in shared memory, so that neither their rows nor their columns meet in one bank.
 //
-// A tile is panels of 64 (or 32) columns, one after the other. A panel's row is 128 (or 64) bytes, its 16-byte vectors permuted within groups
-// of 8 rows. That is the layout of the copy engine's 128 (64) byte swizzle and of wgmma's operands, and what ldmatrix reads without conflicts.
+// A tile is panels of 64 (or 32) columns, one after the other. A panel's row is 128 (or 64) bytes, its 16-byte vectors permuted within
+// groups of 8 rows. That is the layout of the copy engine's 128 (64) byte swizzle and of wgmma's operands, and what ldmatrix reads without
+// conflicts.
 #pragma once
 
 #include "common/device.cuh"
@@ -42,16 +43,19 @@ struct Panels {
   static FLEXOPS_DEVICE void store_matrices(u32 tile, int row, const u32 (&words)[N]) {
 #pragma unroll
     for (int i = 0; i < N / 4; ++i)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place(tile, row + lane() % 16, 2 * i + lane() / 16)),
-                   "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
-                   : "memory");
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place(tile, row + lane() % 16, 2 * i + lane() / 16)),
+          "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
+          : "memory");
   }
   /// The same by plain stores, to the columns from `column` on.
   template <int N>
   static FLEXOPS_DEVICE void store_words(u32 tile, int row, int column, const u32 (&words)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(place(tile, row + lane() / 4 + i % 2 * 8, column / 8 + i / 2) + lane() % 4 * 4), "r"(words[i]) : "memory");
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(place(tile, row + lane() / 4 + i % 2 * 8, column / 8 + i / 2) + lane() % 4 * 4),
+                   "r"(words[i])
+                   : "memory");
   }
 
  private:
