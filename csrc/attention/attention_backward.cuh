@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   using Ds = typename Shape::Ds;
   constexpr int kThreads = Shape::kThreads, kSplit = Shape::kSplit, kQueries = Shape::kQueries;
   extern __shared__ __align__(1024) u8 memory[];
-  const u32 k = static_cast<u32>(__cvta_generic_to_shared(memory)), v = k + Shape::kV, weights_tile = k + Shape::kP,
-            ds_tile = k + Shape::kDs;
+  u32 k = static_cast<u32>(__cvta_generic_to_shared(memory));
 
   const Problem& problem = p.problem;
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.tiles, p.section);
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   float dk[kDim / kSplit / 2] = {}, dv[kDimV / kSplit / 2] = {};
   if (!blocks.none()) {
     load_rows<K, kThreads>(k, s.rows_k<const T>(p.k, n * kN), p.k.row, s.length_k - n * kN, problem.head_dim);
-    load_rows<V, kThreads>(v, s.rows_k<const T>(p.v, n * kN), p.v.row, s.length_k - n * kN, problem.head_dim_v);
+    load_rows<V, kThreads>(k + Shape::kV, s.rows_k<const T>(p.v, n * kN), p.v.row, s.length_k - n * kN, problem.head_dim_v);
     load_queries(first_head, blocks.begin, 0);
   }
   int head = first_head, m = blocks.begin;
@@ -99,6 +98,8 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     const int stage = i % kStages, first = m * kM + split * kQueries, now_head = head, now_m = m;
+    obscure(k);  // addresses are computed where they are used: there are more of them than registers
+    const u32 v = k + Shape::kV, weights_tile = k + Shape::kP, ds_tile = k + Shape::kDs;
     const u32 q = k + Shape::kQ + stage * Q::kBytes, d_o = k + Shape::kDo + stage * Do::kBytes;
     if (++m == blocks.end) m = blocks.begin, ++head;
     async_wait(0);

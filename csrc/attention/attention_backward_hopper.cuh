@@ -15,6 +15,8 @@
 //     dP(i)                    S(i), dK(i - 1) are under way  |  P(i) = 2^(S(i) - LSE)
 //     dV(i)                                                   |  dS(i), to shared memory; both warpgroups meet
 //     dQ(i), S(i + 1), dK(i)                                  |  dQ(i) to memory, as soon as it is there
+//
+// S(i) is waited for with dQ(i - 1): only one accumulator may be under way where the loop begins again, or ptxas serializes all (C7514).
 #pragma once
 
 #include "attention/attention_backward_rows.cuh"
@@ -36,8 +38,9 @@ struct BackwardHopper {
   using K = hopper::Tile<kN, kDim>;
   using V = hopper::Tile<kN, kDimV>;
   using Ds = hopper::Tile<kN, kM>;  // transposed: keys by queries
-  /// Registers are left: K and V are held in them, and dQ goes to memory from them, not through shared memory (4 to 18 % at 64 columns,
-  /// where 128 would wait for registers that are still to be read, 4 to 6 %; one H200).
+  /// Registers are left: K and V are held in them; dQ goes to memory from them, not through shared memory; and S(i + 1) starts before dS(i)
+  /// is stored. Together 12 % at 64 columns. At 128 columns there are no registers for the first and the last, and with the second the next
+  /// product would wait for registers that are still to be read (4 to 6 %). One H200.
   static constexpr bool kSmall = kDim + kDimV <= 128;
   /// dQ's fragment of a warpgroup: 64 rows of the tile, or, if it has no more, half of the columns.
   static constexpr int kDqColumns = kM == 64 ? kDim / 2 : kDim, kDqBytes = 64 * kDqColumns * 4;
@@ -130,7 +133,10 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
   constexpr int kM = Shape::kM, kN = Shape::kN;
   const Problem& problem = p.call.problem;
   const float scale = exponent_scale<Modifier>(problem);
-  const bool leader = lane_id() == 0;
+  const auto release = [](u32 barrier) {  // by one lane, when the others have read exponents and deltas, too
+    __syncwarp();
+    if (lane_id() == 0) arrive(barrier);
+  };
   const int first_head = head_k * problem.group, thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp_row = group * 64 + thread / 32 * 16;  // of the tile
   const Sequence s(problem, batch, first_head);
@@ -160,6 +166,14 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
   if (!blocks.none()) {
     const int tiles = (blocks.end - blocks.begin) * problem.group;
     int head = first_head, m = blocks.begin;
+    const auto start_next_scores = [&](int i) {
+      if (i + 1 < tiles) {
+        wait(shape.q_full(turn_q.stage), turn_q.parity);
+      } else {
+        turn_q = turn_used;  // the last time S is not used
+      }
+      start_scores();
+    };
     wait(shape.kv_full(), 0);
     if constexpr (kHeld) {
 #pragma unroll
@@ -193,15 +207,9 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
       weigh(scores, scale, shape.exponent(turn_q.stage) + lane_column() * 4);
       turn_q.next();
       pack<T>(weights, scores);
-      if constexpr (Shape::kSmall) {
-        u32 bits = 0;
-#pragma unroll
-        for (int j = 0; j < kM / 4; ++j) bits |= weights[j];
-        finish_before((bits & 0x80008000u) == 0x80008000u);  // no weight is negative
-      }
       wgmma_wait<0>(dp, dk);
       if (i > 0) {
-        if (leader) arrive(shape.q_empty(turn_used.stage));
+        release(shape.q_empty(turn_used.stage));
         turn_used.next();
       }
       wgmma_fence();
@@ -211,6 +219,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
       wgmma_commit();
 
       score_gradient<Modifier>(dp, scores, slope, shape.delta(turn_do.stage) + lane_column() * 4);
+      if (Shape::kSmall) start_next_scores(i);
       pack<T>(ds, dp);
       Ds::store_matrices(shape.ds(i % 2), warp_row, ds);
       fence_async();
@@ -224,12 +233,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
         wgmma<T, true, true>(dq, Ds::columns(shape.ds(i % 2), kM == 64 ? 0 : group * 64, step),
                              K::columns(shape.k(), kM == 64 ? group * Shape::kDqColumns : 0, step), step > 0);
       wgmma_commit();
-      if (i + 1 < tiles) {
-        wait(shape.q_full(turn_q.stage), turn_q.parity);
-      } else {
-        turn_q = turn_used;  // the last time S is not used
-      }
-      start_scores();
+      if (!Shape::kSmall) start_next_scores(i);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kM / 16; ++step)
@@ -237,7 +241,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
       wgmma_commit();
 
       wgmma_wait<1>(dq, dv, scores);
-      if (leader) arrive(shape.do_empty(turn_do.stage));
+      release(shape.do_empty(turn_do.stage));
       turn_do.next();
       const auto sums = [&] {
         const i64 row = head * p.call.padded_rows + padded_row(problem, s) + first;

@@ -145,12 +145,6 @@ FLEXOPS_DEVICE void wgmma_wait(float (&... done)[N]) {
   (pin(done), ...);
 }
 
-/// Keeps what `never` (never true, which the compiler does not know) depends on before a wait that follows: ptxas moves waits up to the
-/// beginning of their basic block, and what was to run beside a product would run after it.
-FLEXOPS_DEVICE void finish_before(bool never) {
-  if (never) asm volatile("nanosleep.u32 0;" ::: "memory");
-}
-
 /// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its tile) or in registers, B in shared
 /// memory. A thread of warp w has rows 16 w + lane / 4 (+ 8) and columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
 template <class T, int kN, bool kColumnsOfA, bool kColumnsOfB>
