@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   using V = typename Shape::V;
   using Ds = typename Shape::Ds;
   constexpr int kThreads = Shape::kThreads, kSplit = Shape::kSplit, kQueries = Shape::kQueries;
-  extern __shared__ __align__(1024) u8 memory[];
+  __align__(1024) extern __shared__ u8 memory[];
   u32 k = static_cast<u32>(__cvta_generic_to_shared(memory));
 
   const Problem& problem = p.problem;

@@ -272,7 +272,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, const Shape&
 template <class T, int kDim, int kDimV, int kM, class Modifier>
 __global__ void __launch_bounds__(384, 1) backward_hopper(const FLEXOPS_GRID_CONSTANT BackwardHopperParams p) {
   using Shape = BackwardHopper<T, kDim, kDimV, kM>;
-  extern __shared__ __align__(1024) u8 memory[];
+  __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.call.tiles, p.call.section);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(128) forward(const FLEXOPS_GRID_CONSTANT Forwa
   using K = typename Shape::K;
   using V = typename Shape::V;
   constexpr int kM = Shape::kM, kThreads = Shape::kThreads;
-  extern __shared__ __align__(1024) u8 memory[];
+  __align__(1024) extern __shared__ u8 memory[];
   const u32 q = static_cast<u32>(__cvta_generic_to_shared(memory)), k = q + Q::kBytes, v = k + K::kBytes;
 
   const Problem& problem = p.problem;

@@ -214,7 +214,7 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
 template <class T, int kDim, int kDimV, int kGroups, int kN, class Modifier>
 __global__ void __launch_bounds__((kGroups + 1) * 128, 1) forward_hopper(const FLEXOPS_GRID_CONSTANT ForwardHopperParams p) {
   using Shape = ForwardHopper<T, kDim, kDimV, kGroups, kN>;
-  extern __shared__ __align__(1024) u8 memory[];
+  __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(shuffle(hopper::shared_address(memory), 0));  // by way of a shuffle it is not computed over and over
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v);

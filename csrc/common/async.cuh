@@ -17,8 +17,8 @@
 
 namespace flexops {
 
-#if FLEXOPS_HAS_ASYNC_COPY
-/// To an address in shared memory; the rest as below.
+#if !FLEXOPS_HIP
+/// To an address in shared memory, on sm_80 and newer; the rest as below.
 FLEXOPS_DEVICE void async_copy16(u32 shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }

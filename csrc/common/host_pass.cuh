@@ -55,6 +55,11 @@ template <typename T>
 void __stcs(T* pointer, T value);
 template <typename T>
 T atomicMax(T* pointer, T value);
+template <typename T>
+T atomicAdd(T* pointer, T value);
+int __any_sync(unsigned mask, int predicate);
+int min(int a, int b);
+int max(int a, int b);
 int __clz(int value);
 unsigned __byte_perm(unsigned a, unsigned b, unsigned selector);
 unsigned __umulhi(unsigned a, unsigned b);
