@@ -7,9 +7,13 @@
 //   modifiers attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
 //   attention_forward_hopper.cuh    sm_90a: copy engine, wgmma, warp specialization
 //   attention_backward_hopper.cuh   the same, for the gradients
+//   attention_mma.cuh               mma.sync and cp.async, for the two that follow
 //   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
 //   attention_backward.cuh          the same, for the gradients
 //   attention_backward_rows.cuh     before and after both of them: rowsum(dO O), and dQ from float32 to its type
+//
+// Keys that a query does not see have a weight of zero, and what they are multiplied with has to be finite: past a packed sequence's end
+// the copy engine loads the next one's rows (past the tensor's end, zeros).
 //
 // Queries are cut into tiles of kM rows, keys into blocks of kN. Everything is computed in powers of two: softmax's e^x is 2^(x log2(e)),
 // its factor folded into the scale.

@@ -82,8 +82,8 @@ def attach(library: Path, spec: OpSpec) -> None:
                 if known is None:
                     known = handles[name, capability] = _load(spec, device_code.expression_of(name), capability)
             return known
-        except Exception as problem:  # whatever it is, C++ must hear of it
-            text = str(problem).encode(errors="replace")[: error_size - 1] + b"\0"
+        except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
+            text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
             ctypes.memmove(error, text, len(text))
             return None
 
