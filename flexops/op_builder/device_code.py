@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from .. import _fork
-from .. import _fork
 from ..errors import CompileError, FlexopsError
 from . import cache_key, includes
 from .cache import BuildCache, Entry
