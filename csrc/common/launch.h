@@ -2,7 +2,7 @@
 // checks, as it checks the arguments:
 //
 //   const KernelOf<Params> kKernels[] = {kernel<scale<float>>, kernel<scale<bf16>>};
-//   launch(kKernels[type], {.grid = {blocks}, .block = {256}, .stream = stream}, params);
+//   launch(kKernels[type], {blocks(n), {256}, stream}, params);
 //   return last_error();
 //
 // For CUDA a library holds no device code. It holds the names of the kernels that it launches, as NVRTC takes them
