@@ -14,6 +14,7 @@ from test_channel import CUDA_RUN
 from flexops import targets
 from flexops.channel.place import Place
 from flexops.channel.run import child
+from flexops.compute_capability import ComputeCapability
 from flexops.targets import conda
 from flexops.toolchain.model import CudaToolkit
 
@@ -67,11 +68,18 @@ def test_every_library_holds_every_architecture(cuda: Place, world: World) -> No
     request = {"channels": [cuda.url, _without_files(world, package)], "specs": ["flexops"], "prefix": str(prefix)}
     child("install", request, environment={"CONDA_OVERRIDE_CUDA": variant.cuda})
     manifests = {path.parent.name: json.loads(path.read_text()) for path in prefix.rglob("_aot/*/manifest.json")}
-    assert {name.rpartition("-")[2] for name in manifests} == {"cpu", "cuda"}
-    for name, manifest in manifests.items():
+    libraries = {name: manifest for name, manifest in manifests.items() if not manifest["kernel"]}
+    assert {name.rpartition("-")[2] for name in libraries} == {"cpu", "cuda"}
+    for name, manifest in libraries.items():
         expected = [*variant.capabilities[:-1], f"{variant.capabilities[-1]}+PTX"] if name.endswith("-cuda") else []
         assert manifest["architectures"] == expected, name
         assert manifest["torch_abi"] == "stable-2.11"
+    code: dict[tuple[str, str], set[str]] = {}
+    for name, manifest in manifests.items():
+        if manifest["kernel"]:
+            code.setdefault((name.partition("-")[0], manifest["kernel"]), set()).update(manifest["architectures"])
+    assert code
+    assert set(map(frozenset, code.values())) == {frozenset([*variant.capabilities, ComputeCapability.parse(variant.capabilities[-1]).compute])}
 
 
 def _without_files(world: World, package: Path) -> str:
