@@ -1,0 +1,78 @@
+// The launchers of attention: raw pointers and numbers, no torch. Formulas: flexops/ops/attention.py.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/cpu.h"
+
+namespace flexops {
+
+enum class AttentionType : uint8_t { f32, f16, bf16 };
+enum class AttentionBiasType : uint8_t { f32, f16, bf16, mask };  // mask: bool, false is -inf
+
+/// [batch, length, heads, columns] or, packed, [tokens, heads, columns], whose batch stride is 0. Strides count elements; columns are
+/// neighbours.
+struct AttentionTensor {
+  void* data;
+  int64_t batch, row, head;
+};
+
+/// What both directions have in common. Query i of a sequence sees key j if i + offset - window_left <= j <= i + offset + window_right,
+/// with offset = the sequence's keys - its queries. A row that sees nothing has zeros in O, -inf in LSE, and zero gradients.
+struct Attention {
+  AttentionType type;                          // of q, k, v, o and their gradients
+  int64_t batch, heads_q, heads_k;             // heads_q is a multiple of heads_k; packed: batch is the number of sequences
+  int64_t length_q, length_k;                  // packed: of the longest
+  int64_t rows_q, rows_k;                      // of the tensors: lengths, or, packed, all tokens
+  int64_t head_dim, head_dim_v;                // of q and k, of v and o
+  const int32_t *cumulative_q, *cumulative_k;  // packed: [batch + 1]; else null, both
+  float scale;                                 // of q k
+  int64_t window_left, window_right;           // -1: no limit; causal: right 0
+  float softcap;                               // score becomes softcap tanh(score / softcap); 0: as it is
+  const void* bias;                            // added to the score after that, or null
+  AttentionBiasType bias_type;
+  int64_t bias_strides[4];   // batch, head, query, key, in elements; 0 where it is broadcast
+  const float* alibi;        // slopes, or null: score - slope |i + offset - j|
+  int64_t alibi_strides[2];  // batch, head
+  const float* sinks;        // [heads_q], neighbours: one more score of each row, without a value; or null
+  bool packed() const { return cumulative_q != nullptr; }
+};
+
+struct AttentionForward {
+  Attention problem;
+  AttentionTensor q, k, v, o;
+  float* lse;                   // natural log of the sum of e^score, sinks included: [batch, heads_q, length_q] or [heads_q, tokens]
+  int64_t lse_batch, lse_head;  // its strides; rows are neighbours
+};
+
+struct AttentionBackward {
+  Attention problem;
+  AttentionTensor q, k, v, o, d_o;
+  AttentionTensor dq, dk, dv;  // written, all of them
+  const float *lse, *d_lse;    // of the same strides; d_lse null if LSE has no gradient
+  int64_t lse_batch, lse_head;
+  bool deterministic;  // CUDA: dQ's parts are added in a fixed order (the CPU's always are)
+};
+
+// ---- CUDA: queued on `stream`; the pointers are the device's. Return nullptr, or CUDA's error text. `workspace`: so many bytes, multiples
+// of 256 from its beginning, whose contents do not matter. ----
+
+int64_t attention_workspace(const AttentionForward& call);
+int64_t attention_workspace(const AttentionBackward& call);
+const char* attention_cuda(const AttentionForward& call, void* workspace, void* stream);
+const char* attention_backward_cuda(const AttentionBackward& call, void* workspace, void* stream);
+
+// ---- CPU: the work is cut into items, which the binding hands to torch's threads in ranges [begin, end) of [0, items). Each item writes
+// what no other does: forward a tile of queries of a sequence and head; backward a key head of a sequence, with all query heads that
+// share it (dQ of these, dK and dV). ----
+
+constexpr int64_t kAttentionRows = 64;  // queries of a forward item
+inline int64_t attention_cpu_tiles(const Attention& p) { return (p.length_q + kAttentionRows - 1) / kAttentionRows; }
+inline int64_t attention_cpu_items(const AttentionForward& call) {
+  return call.problem.batch * call.problem.heads_q * attention_cpu_tiles(call.problem);
+}
+inline int64_t attention_cpu_items(const AttentionBackward& call) { return call.problem.batch * call.problem.heads_k; }
+FLEXOPS_ISA_DECLARE(void attention_cpu(const AttentionForward& call, int64_t begin, int64_t end);
+                    void attention_backward_cpu(const AttentionBackward& call, int64_t begin, int64_t end))
+
+}  // namespace flexops
