@@ -48,6 +48,7 @@ struct Params {
   Side side[2];
   const void *cos, *sin, *positions;
   i64 cos_stride, sin_stride, max_positions;  // strides count elements
+  i64 cos_batch, sin_batch;                   // 0 if all batches share the rows
   i64 position_batch, position_length;
   u32 first_position;  // if positions are not given
   u32 total;           // batch * length * items, or length * items if the grid counts batches
@@ -117,8 +118,8 @@ struct Angles {
       row = known ? position : 0;
     }
     Table<N, kHalves> c, s;
-    c.load(p.cos, row * p.cos_stride + pair, apart, p.table_type);
-    s.load(p.sin, row * p.sin_stride + pair, apart, p.table_type);
+    c.load(p.cos, t.batch * p.cos_batch + row * p.cos_stride + pair, apart, p.table_type);
+    s.load(p.sin, t.batch * p.sin_batch + row * p.sin_stride + pair, apart, p.table_type);
     c.widen_to(cos, p.table_type);
     s.widen_to(sin, p.table_type);
     const u32 sign = p.inverse ? 0x80000000u : 0u;

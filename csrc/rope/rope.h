@@ -23,9 +23,10 @@ struct Rope {
   RopeType type, table_type;
   bool interleaved, inverse, in_place;
   int64_t batch, length, head_dim;
-  int64_t half;                    // pairs that are rotated: columns of cos and sin
-  const void *cos, *sin;           // [max_positions, half]
+  int64_t half;                    // pairs that are rotated: columns of cos and sin that are read
+  const void *cos, *sin;           // [max_positions, half], or a row for each position: [batch, length, half] or, of stride 0, [1, ...]
   int64_t cos_stride, sin_stride;  // of rows
+  int64_t cos_batch, sin_batch;    // of batches: 0 if all share the rows
   int64_t max_positions;
   const void* positions;        // int64 or int32, or null for 0, 1, 2, ...
   bool wide_positions;          // int64

@@ -43,17 +43,21 @@ Rope make_call(const char* op, const Tensor& query, const std::optional<Tensor>&
   c.table_type = type_of(op, "cos", cos.dtype());
   check_device(op, "cos", cos, query);
   check_device(op, "sin", sin, query);
-  FLEXOPS_CHECK(cos.dim() == 2 && 2 * cos.size(1) <= c.head_dim, op, ": cos must have shape [max_positions, rotary_dim / 2], got ",
-                shape_text(cos));
+  const bool looked_up = cos.dim() == 3;  // a row for each position, with each number twice
+  FLEXOPS_CHECK(looked_up ? (cos.size(0) == 1 || cos.size(0) == c.batch) && cos.size(1) == c.length && cos.size(2) % 2 == 0 &&
+                                cos.size(2) <= c.head_dim
+                          : cos.dim() == 2 && 2 * cos.size(1) <= c.head_dim,
+                op, ": cos must have shape [max_positions, rotary_dim / 2] or [batch or 1, length, rotary_dim], got ", shape_text(cos));
   FLEXOPS_CHECK(sin.dtype() == cos.dtype() && same_shape(sin, cos), op, ": sin must have cos's dtype and shape ", shape_text(cos), ", got ",
                 dtype_name(sin.dtype()), " ", shape_text(sin));
   FLEXOPS_CHECK(c.head_dim < (int64_t{1} << 30), op, ": query must have fewer elements a head, got ", shape_text(query));
-  c.max_positions = cos.size(0), c.half = cos.size(1);
+  c.max_positions = cos.size(looked_up), c.half = looked_up ? cos.size(2) / 2 : cos.size(1);
   for (Tensor* table : {&cos, &sin}) {
-    if (c.half > 1 && table->strides()[1] != 1) *table = contiguous(*table);
+    if (c.half > 1 && table->strides()[1 + looked_up] != 1) *table = contiguous(*table);
   }
   c.cos = cos.data(), c.sin = sin.data();
-  c.cos_stride = cos.strides()[0], c.sin_stride = sin.strides()[0];
+  c.cos_stride = cos.strides()[looked_up], c.sin_stride = sin.strides()[looked_up];
+  if (looked_up && cos.size(0) > 1) c.cos_batch = cos.strides()[0], c.sin_batch = sin.strides()[0];
   c.tensors[0].heads = query.size(1);
   c.tensors[0].in = query.data();
   put_strides(c.tensors[0].in_strides, query);
@@ -67,6 +71,8 @@ Rope make_call(const char* op, const Tensor& query, const std::optional<Tensor>&
     c.tensors[1].in = key->data();
     put_strides(c.tensors[1].in_strides, *key);
   }
+  FLEXOPS_CHECK(!looked_up || !positions, op, ": positions must not be given if cos has a row for each position, got cos ",
+                shape_text(cos));
   if (positions) {
     const Tensor& p = *positions;
     check_device(op, "positions", p, query);

@@ -75,9 +75,9 @@ struct Angles {
       const bool known = position >= 0 && position < c.max_positions;
       const int64_t row = known ? position : 0;
       float buffer[kPairs];
-      const float* cosines = widen(c.cos, row * c.cos_stride + pair, 1, count, c.table_type, buffer);
+      const float* cosines = widen(c.cos, batch * c.cos_batch + row * c.cos_stride + pair, 1, count, c.table_type, buffer);
       for (int64_t i = 0; i < count; ++i) cos[l][i] = known ? cosines[i] : __builtin_nanf("");
-      const float* sines = widen(c.sin, row * c.sin_stride + pair, 1, count, c.table_type, buffer);
+      const float* sines = widen(c.sin, batch * c.sin_batch + row * c.sin_stride + pair, 1, count, c.table_type, buffer);
       for (int64_t i = 0; i < count; ++i) sin[l][i] = known ? (c.inverse ? -sines[i] : sines[i]) : __builtin_nanf("");
     }
   }

@@ -23,7 +23,8 @@ bool in_vectors(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t 
 bool takes_vectors(const Rope& c) {
   const int64_t n = c.type == RopeType::f32 ? 4 : 8;
   // cos and sin are read as many at a time as there are pairs in a vector, or elements
-  if (c.half % n != 0 || c.head_dim % n != 0 || !aligned(c.cos) || !aligned(c.sin) || c.cos_stride % 8 != 0 || c.sin_stride % 8 != 0) {
+  if (c.half % n != 0 || c.head_dim % n != 0 || !aligned(c.cos) || !aligned(c.sin) || c.cos_stride % 8 != 0 || c.sin_stride % 8 != 0 ||
+      c.cos_batch % 8 != 0 || c.sin_batch % 8 != 0) {
     return false;
   }
   for (const RopeTensor& t : c.tensors) {
@@ -46,6 +47,9 @@ void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
     s.in = static_cast<const char*>(s.in) + (batches * s.in_batch + positions * s.in_length) * size;
     s.out = static_cast<char*>(s.out) + (batches * s.out_batch + positions * s.out_length) * size;
   }
+  const int64_t of_table = p.table_type == kFloat32 ? 4 : 2;
+  p.cos = static_cast<const char*>(p.cos) + batches * p.cos_batch * of_table;
+  p.sin = static_cast<const char*>(p.sin) + batches * p.sin_batch * of_table;
   if (p.positions) {
     const int64_t entries = batches * p.position_batch + positions * p.position_length;
     p.positions = static_cast<const char*>(p.positions) + entries * (p.wide_positions ? 8 : 4);
@@ -84,6 +88,7 @@ const char* rope_cuda(const Rope& c, void* stream) {
   for (int s = 0; s < 2; ++s) p.side[s] = side_of(c.tensors[s], n);
   p.cos = c.cos, p.sin = c.sin, p.positions = c.positions;
   p.cos_stride = c.cos_stride, p.sin_stride = c.sin_stride, p.max_positions = c.max_positions;
+  p.cos_batch = c.cos_batch, p.sin_batch = c.sin_batch;
   p.position_batch = c.position_strides[0], p.position_length = c.position_strides[1], p.first_position = 0;
   p.rotated = static_cast<u32>(c.half / n), p.vectors = static_cast<u32>(c.head_dim / n);
   p.copied = static_cast<u32>(ceil_div(p.vectors - 2 * p.rotated, 2));

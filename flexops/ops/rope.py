@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import caller, check_places, define
+from ._register import caller, check_places, define, is_dense
 from ._torch import below_autograd, is_transforming
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,11 +48,16 @@ def rotary_embedding(
         query: float32, bfloat16 or float16, ``[batch, heads, length, head_dim]``, any strides: a ``[batch, length, heads, head_dim]`` projection
             goes in as ``.transpose(1, 2)``, a slice of a packed one as it is, and neither is copied.
         key: like ``query``, with any number of heads; or None.
-        cos: ``[max_positions, rotary_dim / 2]``, float32, bfloat16 or float16, whatever query's dtype; ``rotary_dim <= head_dim``. Where a model
-            holds each number twice, pass ``cos[:, : rotary_dim // 2]`` (half layout) or ``cos[:, ::2]`` (interleaved).
+        cos: float32, bfloat16 or float16, whatever query's dtype, with ``rotary_dim <= head_dim``; one of two:
+
+            - a table ``[max_positions, rotary_dim / 2]``. Where a model holds each number twice, pass ``cos[:, : rotary_dim // 2]`` (half layout)
+              or ``cos[:, ::2]`` (interleaved);
+            - what was looked up already, ``[batch, length, rotary_dim]``, or ``[1, length, rotary_dim]`` for all of the batch, with each number
+              twice: as the models of transformers hand it on. In the half layout it is read where it is, with its strides, and only its first half;
+              interleaved, where every second number is read, the call makes a copy first.
         sin: like ``cos``.
-        positions: int64 or int32, ``[length]`` or ``[batch, length]``: the rows of ``cos`` and ``sin``. None stands for 0, 1, 2, ... A position
-            outside the tables gives NaN.
+        positions: int64 or int32, ``[length]`` or ``[batch, length]``: the rows of a table. None stands for 0, 1, 2, ... A position
+            outside the table gives NaN. None if ``cos`` was looked up already.
         interleaved: pairs are neighbours; else they are half of ``rotary_dim`` apart.
         inplace: write the results over ``query`` and ``key``, and return these. Elements from ``rotary_dim`` on are then not touched at all.
             If they require gradients, torch's rules for operations in place hold: no leaves, no views that come from ``split``, ``chunk`` or
@@ -67,6 +72,9 @@ def rotary_embedding(
         TypeError: a tensor is not of the dtypes above.
         ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to be written in place is broadcast.
     """
+    if interleaved and isinstance(cos, Tensor) and is_dense(cos) and cos.dim() == 3:
+        _check(query, key, cos, sin, positions)
+        cos, sin = (torch.cat([table[..., ::2]] * 2, -1) for table in (cos, sin))
     if not inplace:
         results = _call(query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
@@ -130,7 +138,13 @@ def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position
     shape, table = query.shape, cos.shape
     if len(shape) != 4:
         _fail(f"query must have shape [batch, heads, length, head_dim], got {list(shape)}")
-    if len(table) != 2 or 2 * table[1] > shape[3]:
+    if len(table) == 3:
+        if table[0] not in (1, shape[0]) or table[1] != shape[2] or table[2] % 2 or table[2] > shape[3]:
+            wanted = f"[{shape[0]} or 1, {shape[2]}, rotary_dim], as query's batch and length, with an even rotary_dim of at most {shape[3]}"
+            _fail(f"cos must have shape {wanted}, got {list(table)}")
+        if positions is not None:
+            _fail("positions must be None if cos has three dimensions, since those are looked up already")
+    elif len(table) != 2 or 2 * table[1] > shape[3]:
         _fail(f"cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's head_dim, {shape[3]}, got {list(table)}")
     if not isinstance(sin, Tensor) or sin.dtype != cos.dtype:
         _fail(f"sin must be a {cos.dtype} tensor, as cos, got {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}", TypeError)
@@ -141,7 +155,7 @@ def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position
         _check_key(query.dtype, shape, key)
     if positions is not None:
         _check_positions(shape, positions)
-    elif table[0] < shape[2]:
+    elif len(table) == 2 and table[0] < shape[2]:
         _fail(f"cos must have a row for each of query's {shape[2]} positions if positions is None, got {list(table)}")
 
 
@@ -176,9 +190,16 @@ def _check_writable(query: Tensor, key: Tensor | None) -> None:
 # ---- the reference: plain PyTorch ------------------------------------------------------------------------------------------------------------
 
 
+def _pairs(table: Tensor) -> int:
+    """That are rotated."""
+    return table.shape[1] if table.dim() == 2 else table.shape[2] // 2
+
+
 def _angles(table: Tensor, query: Tensor, positions: Tensor | None) -> Tensor:
     """``[batch or 1, 1, length, rotary_dim / 2]``, NaN outside the table."""
     wide = table if query.dtype == torch.float64 else table.float()
+    if table.dim() == 3:
+        return wide[:, None, :, : _pairs(table)]
     if positions is None:
         return wide[None, None, : query.shape[2]]
     known = (positions >= 0) & (positions < table.shape[0])
@@ -217,8 +238,8 @@ def _reference(
     results = []
     for x in (query,) if key is None else (query, key):
         out = _empty_like(x)
-        out[..., : 2 * cos.shape[1]] = _rotated(x, c, s, interleaved)
-        out[..., 2 * cos.shape[1] :] = x[..., 2 * cos.shape[1] :]
+        out[..., : 2 * _pairs(cos)] = _rotated(x, c, s, interleaved)
+        out[..., 2 * _pairs(cos) :] = x[..., 2 * _pairs(cos) :]
         results.append(out)
     return results[0], query.new_empty(0) if key is None else results[1]
 
@@ -226,7 +247,7 @@ def _reference(
 def _reference_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool) -> None:
     c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
     for x in (query,) if key is None else (query, key):
-        x[..., : 2 * cos.shape[1]] = _rotated(x, c, s, interleaved)
+        x[..., : 2 * _pairs(cos)] = _rotated(x, c, s, interleaved)
 
 
 def _fake(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,21 @@ def test_more_items_than_one_launch_counts() -> None:
         assert torch.equal(result[:, :, part], alone[:, :, : alone.shape[2]])
 
 
+@pytest.mark.parametrize("length_first", [False, True])
+def test_looked_up_tables_in_several_launches(length_first: bool) -> None:
+    """Each batch has rows of its own, which have to be counted on with it."""
+    batch, heads, length, size = 5000, 2, 1000, 16
+    query = torch.randn(batch, *((length, heads) if length_first else (heads, length)), size, dtype=torch.bfloat16, device="cuda")
+    query = query.transpose(1, 2) if length_first else query
+    angles = torch.rand(batch, length, size // 2, device="cuda") * 6.28
+    cos, sin = (torch.cat([table, table], -1).bfloat16() for table in (angles.cos(), angles.sin()))
+    result = flexops.rotary_embedding(query, None, cos, sin)[0]
+    for part in (slice(0, 2), slice(2500, 2502), slice(batch - 2, batch)):
+        alone = flexops.rotary_embedding(query[part].clone(), None, cos[part].clone(), sin[part].clone())[0]
+        assert torch.equal(result[part], alone)
+        torch.testing.assert_close(alone, rope_module._reference(query[part], None, cos[part], sin[part], None, False, False)[0], rtol=2.0**-7, atol=2.0**-13)
+
+
 @pytest.mark.parametrize(("batch", "heads", "length", "size"), [(2, 3, 2**20 + 5, 64), (1, 140000, 3, 16)])
 @pytest.mark.parametrize("length_first", [False, True])
 def test_more_blocks_than_the_second_dimension_of_a_grid_has(batch: int, heads: int, length: int, size: int, length_first: bool) -> None:

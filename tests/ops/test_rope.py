@@ -38,16 +38,29 @@ def with_positions(make: Make, shape: Shape, rotary: str = "part") -> tuple[Any,
     return query, key, *tables(make, 64, ROTARY[rotary](shape[3]), torch.float32), make.integers(0, 64, shape[0], shape[2])
 
 
+def looked_up(make: Make, shape: Shape, rotary: str = "whole", rows: int | None = None) -> tuple[Any, ...]:
+    """cos and sin as transformers hands them on: a row for each position, of every batch its own unless ``rows`` is 1, each number twice."""
+    query, key, *_ = grouped(make, shape)
+    angles = make.uniform(rows or shape[0], shape[2], ROTARY[rotary](shape[3]) // 2, high=6.28, dtype=torch.float32)
+    return query, key, *(torch.cat([table, table], -1).to(make.dtype) for table in (angles.cos(), angles.sin()))
+
+
 def query_only(make: Make, shape: Shape) -> tuple[Any, ...]:
     return make(*shape), *tables(make, shape[2], shape[3])
 
 
 def plain(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False) -> tuple[Tensor, ...]:
     """In the words of the models that use it."""
-    half = cos.shape[-1]
+    half = cos.shape[-1] if cos.dim() == 2 else cos.shape[-1] // 2
+    if cos.dim() == 3:
+        where = slice(0, None, 2) if interleaved else slice(0, half)
+        return plain_rotation(query, key, cos[:, None, :, where], sin[:, None, :, where], half, interleaved)
     c, s = (table[: query.shape[2]] if positions is None else table[positions.long()] for table in (cos, sin))
     c, s = (table.unsqueeze(-3) if table.dim() == 3 else table for table in (c, s))
+    return plain_rotation(query, key, c, s, half, interleaved)
 
+
+def plain_rotation(query: Tensor, key: Tensor | None, c: Tensor, s: Tensor, half: int, interleaved: bool) -> tuple[Tensor, ...]:
     def rotate(x: Tensor) -> Tensor:
         part, rest = x[..., : 2 * half], x[..., 2 * half :]
         if interleaved:
@@ -87,6 +100,11 @@ REFUSALS = (
     refused(ValueError, r"sin must have cos's shape \[4, 4\], got \[4, 3\]", sin=TABLE[:, :3]),
     refused(TypeError, "sin must be a torch.float32 tensor, as cos", sin=TABLE.half()),
     refused(ValueError, "cos must have a row for each of query's 4 positions", cos=TABLE[:3], sin=TABLE[:3]),
+    refused(ValueError, r"cos must have shape \[2 or 1, 4, rotary_dim\].*at most 8, got \[3, 4, 8\]", cos=torch.zeros(3, 4, 8), sin=torch.zeros(3, 4, 8)),
+    refused(ValueError, "cos must have shape", cos=torch.zeros(2, 5, 8), sin=torch.zeros(2, 5, 8)),
+    refused(ValueError, "cos must have shape", cos=torch.zeros(2, 4, 7), sin=torch.zeros(2, 4, 7)),
+    refused(ValueError, "cos must have shape", cos=torch.zeros(1, 4, 7), sin=torch.zeros(1, 4, 7), interleaved=True),
+    refused(ValueError, "positions must be None", cos=torch.zeros(2, 4, 8), sin=torch.zeros(2, 4, 8), positions=torch.arange(4)),
     refused(ValueError, r"positions must have shape \[4\] or \[2, 4\]", positions=torch.arange(3)),
     refused(ValueError, r"positions must have shape \[4\] or \[2, 4\]", positions=torch.zeros(3, 4, dtype=torch.int64)),
     refused(TypeError, "positions must be an int64 or int32 tensor", positions=torch.zeros(4)),
@@ -108,6 +126,12 @@ class TestContract(Contract):
         case("rotary_embedding interleaved", lambda *args: flexops.rotary_embedding(*args, interleaved=True), lambda make, shape: grouped(make, shape, "part"),
              lambda *args: plain(*args, interleaved=True), inductor=False),
         case("rotary_embedding at positions", flexops.rotary_embedding, with_positions, plain),
+        case("rotary_embedding by looked-up tables", flexops.rotary_embedding, looked_up, plain, names=("query", "key", "cos", "sin"), parameters=(2, 3),
+             inductor=False),
+        case("rotary_embedding by shared looked-up tables, interleaved", lambda *args: flexops.rotary_embedding(*args, interleaved=True),
+             lambda make, shape: (*looked_up(make, shape)[:2], *(torch.stack([x[..., : x.shape[-1] // 2]] * 2, -1).flatten(-2)
+                                                                 for x in looked_up(make, shape, "part", 1)[2:])),
+             lambda *args: plain(*args, interleaved=True), names=("query", "key", "cos", "sin"), inductor=False),
         case("rotary_embedding of a query", lambda q, c, s: flexops.rotary_embedding(q, None, c, s)[0], query_only, lambda q, c, s: plain(q, None, c, s)[0],
              names=("query", "cos", "sin"), differentiable=(0,), huge=(2**13 + 3, 8, 2**9, 2**6)),
     )  # fmt: skip
@@ -163,6 +187,7 @@ def compare(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
         query, key = (layout(2, number, length, head_dim).to(dtype).to(device) for number in (heads, key_heads))
         if layout is strided:  # .to() makes it dense
             query, key = (torch.stack([x, x], -1)[..., 0] for x in (query, key))
+        compare_looked_up(query, key, rotary_dim, interleaved)
         angles = torch.rand(length + 3, rotary_dim // 2, device=device) * 6.28
         for table in (torch.float32, dtype):
             for positions in (None, torch.randint(0, length + 3, (length,), device=device), torch.randint(-1, length + 4, (2, length), device=device).int()):
@@ -178,6 +203,20 @@ def compare(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
                 assert results[1] is copies[1]
                 for one, other in zip(copies, actual, strict=True):
                     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def compare_looked_up(query: Tensor, key: Tensor, rotary_dim: int, interleaved: bool) -> None:
+    """Rows that were looked up before have the bits of those that the operator looks up, of any strides."""
+    batch, length, half = query.shape[0], query.shape[2], rotary_dim // 2
+    angles = torch.rand(50, half, device=query.device) * 6.28
+    tables = [function(angles).to(query.dtype) for function in (torch.cos, torch.sin)]
+    for positions in (torch.randint(0, 50, (batch, length), device=query.device), torch.randint(0, 50, (1, length), device=query.device)):
+        rows = [table[positions] for table in tables]
+        twice = [row.repeat_interleave(2, -1) if interleaved else torch.cat([row, row], -1) for row in rows]
+        for cos, sin in (twice, [torch.cat([x, x, x], -1)[..., rotary_dim : 2 * rotary_dim] for x in twice]):
+            actual = flexops.rotary_embedding(query, key, cos, sin, interleaved=interleaved)
+            expected = flexops.rotary_embedding(query, key, *tables, positions.expand(batch, length), interleaved=interleaved)
+            assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,6 +319,36 @@ def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
     assert (result[:, :, [0, 3]] == 1).all()
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.usefixtures("native")
+def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
+    """With its own modules: the same rotation and gradients, positions of each sample, and nothing kept but its tables as they are."""
+    from transformers.models.llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    hidden = torch.randn(2, 7, 64)
+    positions = torch.stack([torch.arange(7), torch.arange(20, 27)])
+    leaves = [torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, 2)]
+    for ids in (positions, positions[:1]):
+        cos, sin = LlamaRotaryEmbedding(config)(hidden, ids)
+        assert cos.shape == (len(ids), 7, 16)
+
+        def rotated(rotate: Callable[..., Any]) -> tuple[Tensor, ...]:
+            return rotate(*((leaf * 1).transpose(1, 2) for leaf in leaves), cos, sin)  # noqa: B023
+
+        actual = rotated(lambda *args: flexops.rotary_embedding(*args, inplace=inplace))
+        expected = rotated(apply_rotary_pos_emb)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        if not inplace:  # of views, what is behind is not to be seen
+            saved = {tensor.data_ptr() for result in actual for tensor in result.grad_fn.saved_tensors if tensor is not None}  # type: ignore[union-attr]
+            assert saved == {cos.data_ptr(), sin.data_ptr()}
+        given = [torch.randn_like(one) for one in actual]
+        for one, other in zip(*(torch.autograd.grad(results, leaves, given) for results in (actual, expected)), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_tables_may_be_slices() -> None:
     """As models hold them: each number twice."""
     query, angles = torch.randn(2, 3, 5, 16), torch.rand(9, 8)
@@ -305,6 +374,10 @@ def test_the_ops_themselves_check_too() -> None:
         ({"positions": torch.zeros(4)}, "positions must be int64 or int32"),
         ({"positions": torch.arange(3)}, "positions must have shape"),
         ({"cos": TABLE[:2], "sin": TABLE[:2]}, "cos must have at least query's 4 positions"),
+        ({"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)}, "cos must have shape"),
+        ({"cos": torch.zeros(2, 3, 8), "sin": torch.zeros(2, 3, 8)}, "cos must have shape"),
+        ({"cos": torch.zeros(2, 4, 10), "sin": torch.zeros(2, 4, 10)}, "cos must have shape"),
+        ({"cos": torch.zeros(2, 4, 8), "sin": torch.zeros(2, 4, 8), "positions": torch.arange(4)}, "positions must not be given"),
     ]
     for change, message in wrong:
         for op in (torch.ops.flexops.rotary_embedding, torch.ops.flexops.rotary_embedding_):
