@@ -174,7 +174,8 @@ def test_kernels_that_are_there_need_no_compiling(run: Run) -> None:
     """, kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", PATH="/nonexistent"))  # fmt: skip
 
 
-def test_on_a_second_device(run: Run, two_gpus: None) -> None:
+@pytest.mark.usefixtures("two_gpus")
+def test_on_a_second_device(run: Run) -> None:
     _fine(run("""
         for device in ("cuda:1", "cuda:0"):
             arguments = make(device)
