@@ -27,7 +27,7 @@ from flexops.toolchain.resources import Resources
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHILDREN = Path(__file__).resolve().parent / "build" / "children"
 GIB = 2**30
-SQUARE = OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor_cuda.cpp",), isa_levels=("baseline",))
+SQUARE = OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",))
 
 ROOM = Resources(cpus=2, memory_bytes=16 * GIB)
 TORCH = TorchBuild("2.14.1+cu130", cuda="13.0", hip=None, git_version="abc", cxx11_abi=True, root=Path("/py/torch"))

@@ -47,6 +47,14 @@
 #error "define exactly one of FLEXOPS_DEVICE_CPU and FLEXOPS_DEVICE_CUDA to 1"
 #endif
 
+// Whose operators they are: the namespace in torch.
+#if !defined(FLEXOPS_NAMESPACE)
+#define FLEXOPS_NAMESPACE flexops
+#endif
+#define FLEXOPS_TEXT_OF(word) #word
+#define FLEXOPS_TEXT(word) FLEXOPS_TEXT_OF(word)
+#define FLEXOPS_NAMESPACE_TEXT FLEXOPS_TEXT(FLEXOPS_NAMESPACE)
+
 #if defined(_LIBCPP_VERSION)
 // The library that runs it is torch's libstdc++ (cxx_runtime.c), which has these inline.
 inline std::bad_alloc::bad_alloc() noexcept {}

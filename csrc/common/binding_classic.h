@@ -200,9 +200,9 @@ struct Boxed<function> {
 }  // namespace flexops
 
 #if FLEXOPS_DEVICE_CUDA
-#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(flexops, CUDA, m)
+#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(FLEXOPS_NAMESPACE, CUDA, m)
 #else
-#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(flexops, CPU, m)
+#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(FLEXOPS_NAMESPACE, CPU, m)
 #endif
 #define FLEXOPS_IMPL(m, name, function) \
   m.impl(name, torch::CppFunction::makeFromBoxedFunction<&::flexops::detail::Boxed<&function>::call>())

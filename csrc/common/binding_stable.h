@@ -260,7 +260,7 @@ struct Boxed<function> {
 class Library {
  public:
   Library(const char* key, const char* file, uint32_t line, void (*fill)(Library&)) {
-    FLEXOPS_TORCH(aoti_torch_library_init_impl("flexops", key, file, line, &library_));
+    FLEXOPS_TORCH(aoti_torch_library_init_impl(FLEXOPS_NAMESPACE_TEXT, key, file, line, &library_));
     fill(*this);
   }
   ~Library() { aoti_torch_delete_library_object(library_); }

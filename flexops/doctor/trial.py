@@ -140,7 +140,7 @@ def _loaded_trial(built: BuildTrial, told: dict[str, Any] | None, failure: str) 
 def _small_op() -> OpSpec:
     from ..op_builder.spec import OpSpec
 
-    return OpSpec("doctor", ("doctor_square",), ("doctor/doctor_cpu.cpp",), ("doctor/doctor_cuda.cpp",), isa_levels=("baseline",))
+    return OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",))
 
 
 def _one_architecture(chosen: Settings) -> str | None:
@@ -227,7 +227,7 @@ def _ops_in_child(done: Sequence[str]) -> None:
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     there: dict[str, list[str]] = {"cpu": ["cpu"], "cuda": gpus}
-    planned = [(spec.name, device) for spec in catalog.CATALOG for kind in spec.devices for device in there[kind]]
+    planned = [(spec.name, device) for spec in catalog.specs() for kind in spec.devices for device in there[kind]]
     children.say({"planned": planned})
     for name, device in planned:
         if f"{name}@{device}" not in done:

@@ -67,13 +67,12 @@ def _with_kernels(
     pairs: Sequence[tuple[OpSpec, DeviceType]], results: list[Result], choice: provider.Choice, chosen: Settings, progress: Progress | None
 ) -> list[Result]:
     """The results with the kernels that their libraries name; a kernel that fails fails its library."""
-    csrc = layout.csrc_root()
     plans: dict[int, list[device_code.KernelPlan]] = {}
     for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
         if device == "cuda" and result.entry:
             names = device_code.names_in(result.entry.library)
             each = list(device_code.single(choice.architectures))
-            plans[number] = [device_code.plan_kernel(spec.name, spec.cuda_sources, name, one, choice.compiler, csrc) for one in each for name in names]
+            plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for one in each for name in names]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
     together = [plan for own in plans.values() for plan in own]
     made = iter(device_code.obtain(together, loader.open_cache(chosen), jobs=jobs, time_limit=chosen.compile_timeout, progress=progress))

@@ -42,6 +42,7 @@ STEP_BYTES = 600 * MIB
 
 # As g++ writes a function template's argument, and as compilers mangle the type that has it; see kernel_name() in csrc/common/launch.h.
 _NAME = re.compile(rb"kernel_name\(\) \[with auto function = ([^\]\0]+)\]|(N7flexops6detail6NameOfI\w+E)\0")
+Roots = tuple[tuple[str, Path], ...]
 _WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
 
 
@@ -55,7 +56,7 @@ class KernelPlan(NamedTuple):
         source: the whole program: includes.
         architecture: machine code or PTX, not both.
         compiler: what compiles it.
-        include_dir: what includes are relative to.
+        roots: what includes are relative to, with their names.
         files: the headers that it reaches, relocatable name -> sha256.
     """
 
@@ -65,7 +66,7 @@ class KernelPlan(NamedTuple):
     source: str
     architecture: Architecture
     compiler: DeviceCompiler
-    include_dir: Path
+    roots: Roots
     files: Digests
 
     @property
@@ -146,26 +147,31 @@ def single(architectures: Sequence[Architecture]) -> Iterator[Architecture]:
             yield one._replace(sass=False)
 
 
-def plan_kernel(family: str, sources: Sequence[str], expression: str, architecture: Architecture, compiler: DeviceCompiler, csrc: Path) -> KernelPlan:
+def plan_kernel(
+    family: str, sources: Sequence[str], expression: str, architecture: Architecture, compiler: DeviceCompiler, csrc: Path, *, roots: Roots = ()
+) -> KernelPlan:
     """The plan of one kernel.
 
     Args:
-        sources: the family's launchers, relative to ``csrc``: the kernel is in a header that one of them reaches.
+        sources: the family's launchers, relative to the first root: the kernel is in a header that one of them reaches.
+        csrc: flexops' sources.
+        roots: where includes are looked for, each with its name, if that is not ``csrc`` alone.
 
     Raises:
         CompileError: no such header defines it.
     """
     namespace, _, kernel = expression.partition("<")[0].rpartition("::")
-    header = _defining_header(tuple(sources), kernel, str(csrc))
+    roots = roots or (("<csrc>", csrc),)
+    header = _defining_header(tuple(sources), kernel, roots)
     if not header:
         raise CompileError(f"no header of {family} defines the kernel {expression}", found=", ".join(sources), fix="flexops doctor")
-    source = f'#include "{header}"\nusing namespace {namespace};\n'  # g++ writes a kernel's arguments as they are called there
-    files = {f"<csrc>/{name}": cache_key.file_digest(csrc / name) for name in (header, *_reached(header, str(csrc)))}
+    source = f'#include "{header.partition(">/")[2]}"\n' + (f"using namespace {namespace};\n" if namespace else "")  # g++ writes a kernel's arguments so
+    files = {name: cache_key.file_digest(_place(name, roots)) for name in (header, *_reached(header, roots))}
     capability = architecture.capability
     spelled = capability.sm if architecture.sass else capability.compute
     fields = [("kernel", expression), ("source", source), ("architecture", spelled), ("compiler", compiler.identity), ("options", " ".join(_OPTIONS))]
     key = cache_key.digest_fields([*fields, *sorted(files.items())])
-    return KernelPlan(artifact_name(family, spelled, expression), key, expression, source, architecture, compiler, csrc, files)
+    return KernelPlan(artifact_name(family, spelled, expression), key, expression, source, architecture, compiler, roots, files)
 
 
 def obtain(
@@ -294,7 +300,7 @@ def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Work
     directory.mkdir()
     code = directory / plan.file_name
     symbol = worker.compile(plan, code, time_limit)
-    if any(digest != cache_key.file_digest(plan.include_dir / name.removeprefix("<csrc>/")) for name, digest in plan.files.items()):
+    if any(digest != cache_key.file_digest(_place(name, plan.roots)) for name, digest in plan.files.items()):
         raise CompileError(f"the headers of {plan.expression} changed while it was being compiled", fix="run it again")
     manifest = Manifest(
         name=plan.name,
@@ -347,7 +353,7 @@ class _Worker:
 
     def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
         spelled = plan.architecture.capability.sm if plan.architecture.sass else plan.architecture.capability.compute
-        options = [f"--gpu-architecture={spelled}", *_OPTIONS, f"-I{plan.include_dir}"]
+        options = [f"--gpu-architecture={spelled}", *_OPTIONS, *(f"-I{path}" for _, path in plan.roots)]
         job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
         if self.process is None:
             command = [sys.executable, "-I", "-S", str(_WORKER), str(self.compiler.path), str(self.compiler.builtins)]
@@ -377,7 +383,8 @@ class _Worker:
         source.write_text(f"{plan.source}const void* flexops_kernel() {{ return reinterpret_cast<const void*>(&{plan.expression}); }}\n", encoding="utf-8")
         capability = plan.architecture.capability
         spelled = ["-cubin", f"-arch={capability.sm}"] if plan.architecture.sass else ["-ptx", f"-arch={capability.compute}"]
-        command = [str(self.compiler.path), *spelled, "-std=c++17", "-diag-suppress=177", f"-I{plan.include_dir}", "-o", str(output), str(source)]
+        include = [f"-I{path}" for _, path in plan.roots]
+        command = [str(self.compiler.path), *spelled, "-std=c++17", "-diag-suppress=177", *include, "-o", str(output), str(source)]
         try:
             with _fork.postponed():
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -429,19 +436,25 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
 
 
 @functools.cache
-def _defining_header(sources: tuple[str, ...], kernel: str, csrc: str) -> str:
-    """The header, relative to csrc, that defines a kernel; "" if none does that the sources reach."""
+def _defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
+    """The header that defines a kernel, by its relocatable name; "" if none does that the sources reach."""
     for source in sources:
-        for header in _reached(source, csrc):
-            with open(os.path.join(csrc, header), encoding="utf-8") as stream:
+        for header in _reached(f"{roots[0][0]}/{source}", roots):
+            with open(_place(header, roots), encoding="utf-8") as stream:
                 if re.search(rf"__global__\s[^;{{]*\b{kernel}\s*(?:<\w+>)?\(", stream.read()):
                     return header
     return ""
 
 
 @functools.cache
-def _reached(source: str, csrc: str) -> tuple[str, ...]:
-    path = os.path.join(csrc, source)
+def _reached(source: str, roots: Roots) -> tuple[str, ...]:
+    path = _place(source, roots)
     with open(path, encoding="utf-8") as stream:
-        found = includes.own_headers(stream.read(), os.path.dirname(path), [csrc])
-    return tuple(os.path.relpath(name, csrc) for name in found)
+        found = includes.own_headers(stream.read(), os.path.dirname(path), [str(root) for _, root in roots])
+    return tuple(next(f"{name}{reached[len(str(root)) :]}" for name, root in roots if reached.startswith(f"{root}/")) for reached in found)
+
+
+def _place(name: str, roots: Roots) -> str:
+    """The path of a file called ``<root>/folder/name``."""
+    anchor, _, rest = name.partition(">/")
+    return next(os.path.join(root, rest) for known, root in roots if known == f"{anchor}>")

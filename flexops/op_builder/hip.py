@@ -8,7 +8,20 @@ from ..errors import ArchitectureError, ToolchainError
 from ..toolchain import missing
 from ..toolchain.model import Toolchain
 from ..toolchain.resources import Resources
-from .plan import BINDING_HEADER, DEVICE_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, binding_flags, choose_jobs, environment_identity
+from .plan import (
+    BINDING_HEADER,
+    DEVICE_STEP_BYTES,
+    TORCH_HEADER_STEP_BYTES,
+    BuildPlan,
+    Step,
+    anchors,
+    binding_flags,
+    choose_jobs,
+    environment_identity,
+    include_flags,
+    library_name,
+    own_anchors,
+)
 from .spec import OpSpec
 
 
@@ -29,28 +42,29 @@ def plan_hip_op(
     if not architectures:
         found = "no GPU here, PYTORCH_ROCM_ARCH unset"
         raise ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
-    common = (f"-I{csrc}", "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
-    binding = csrc / spec.binding
+    own = spec.project.roots(csrc)[0][1]
+    common = (*include_flags(spec, csrc), "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
+    binding = own / spec.binding
     command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", str(binding), "-o", "binding.o")
     header = BINDING_HEADER if host.kind == "gcc" else ""
     steps = [Step("host", "binding.o", (str(binding),), command, TORCH_HEADER_STEP_BYTES, shared_header=header)]
     offload = [f"--offload-arch={name}" for name in architectures]
     for source in spec.cuda_sources:
-        path, output = str(csrc / source), f"{Path(source).stem}.hip.o"
+        path, output = str(own / source), f"{Path(source).stem}.hip.o"
         device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *offload, "-c", path, "-o", output)
         steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
-    library, objects = f"flexops_{spec.name}_cuda.so", [step.output for step in steps]
+    library, objects = library_name(spec, "cuda"), [step.output for step in steps]
     libraries = (f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", *(f"-L{path}" for path in rocm.library_dirs), "-lamdhip64")
     link = (str(host.path), "-shared", *objects, "-o", library, *libraries)
     steps.append(Step("link", library, tuple(objects), link))
     recipe = Path(__file__).resolve()
-    places = anchors(toolchain, "cuda", (csrc, "<csrc>"), (recipe.parent, "<op_builder>"))
+    places = anchors(toolchain, "cuda", *own_anchors(spec, csrc))
     identity = (("host compiler", host.identity), ("torch", torch.abi_id), ("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
     return BuildPlan(
         name=f"{spec.name}-cuda",
         steps=tuple(steps),
         library=library,
-        sources=(binding, *(csrc / source for source in spec.cuda_sources)),
+        sources=(binding, *(own / source for source in spec.cuda_sources)),
         anchors=places,
         identity=(*identity, *environment_identity(toolchain, places)),
         trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),

@@ -13,9 +13,9 @@ def csrc_root() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc"
 
 
-def anchors() -> dict[str, Path]:
-    """The names under which manifests record files of this package, and where those are."""
-    return {"<csrc>": csrc_root(), "<op_builder>": _PACKAGE / "op_builder"}
+def recipe_root() -> Path:
+    """The modules that decide on commands."""
+    return _PACKAGE / "op_builder"
 
 
 def aot_root() -> Path:

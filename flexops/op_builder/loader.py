@@ -85,7 +85,7 @@ def ensure(op: str, device: str) -> bool:
 
 def status() -> tuple[OpStatus, ...]:
     """Where every op stands on every device type, in catalogue order."""
-    pairs = [(spec.name, device) for spec in catalog.CATALOG for device in spec.devices]
+    pairs = [(spec.name, device) for spec in catalog.specs() for device in spec.devices]
     extra = [pair for pair in _statuses if pair not in pairs]
     unasked = "no call has needed it yet"
     return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra])
@@ -155,10 +155,10 @@ def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) ->
 
 
 def _ahead_of_time(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> tuple[Entry | None, Refusal | None]:
-    entry, damage = read_entry(layout.aot_root() / f"{spec.name}-{device}")
+    entry, damage = read_entry(spec.project.aot / f"{spec.name}-{device}")
     if entry is None:
         return None, damage
-    if refusal := judge(entry.manifest, torch) or stale(entry):
+    if refusal := judge(entry.manifest, torch) or stale(entry, spec):
         return None, Refusal(f"ahead-of-time library: {refusal.reason}", refusal.fix)
     return entry, None
 
@@ -169,7 +169,7 @@ def _fitting(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCa
     This is not a look-up by key: that would need the compilers, which a machine that only runs need not have, and which take longer to find than
     all the rest. So an entry from another machine's compiler serves as well.
     """
-    judged = [(entry, judge(entry.manifest, torch) or stale(entry)) for entry in cache.candidates(f"{spec.name}-{device}")]
+    judged = [(entry, judge(entry.manifest, torch) or stale(entry, spec)) for entry in cache.candidates(f"{spec.name}-{device}")]
     fitting = [entry for entry, refusal in judged if refusal is None]
     if judged and not fitting and (newest := judged[0][1]):
         refusals.append(Refusal(f"cached library: {newest.reason}", newest.fix))
@@ -213,9 +213,14 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
     return plan._replace(timeout=chosen.compile_timeout)
 
 
-def stale(entry: Entry) -> Refusal | None:
-    """Whether the sources have changed since the library was made from them (in a checkout that is being worked on)."""
-    places = layout.anchors()
+def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
+    """Whether the sources have changed since the library was made from them (in a checkout that is being worked on).
+
+    A project's installed library was made with the headers and by the rules of another flexops, perhaps, which is as good: ``judge`` compares their ABI.
+    """
+    places = dict(spec.project.roots(layout.csrc_root())) | {"<op_builder>": layout.recipe_root()}
+    if not spec.project.own and entry.directory.parent == spec.project.aot:
+        places = {f"<{spec.project.name}>": spec.project.csrc}
     for name, digest in entry.manifest.files.items():
         anchor, separator, rest = name.partition(">")
         if anchor + separator not in places:

@@ -22,6 +22,10 @@ from .cache_key import SCHEMA, Digests
 
 FILE_NAME = "manifest.json"
 
+ABI = 1
+"""What a library and the flexops that opens it agree on: how it is given its kernels (``csrc/common/launch.h``), how kernels' names stand in its file.
+Raised when that changes, so that a project's library that an older flexops compiled is refused with this as the reason."""
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -41,6 +45,7 @@ class Manifest:
         files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
         kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does, and what compiled it.
         flexops: the version of flexops that planned the build.
+        abi: ``ABI`` of that flexops; 0 in manifests that do not say.
         own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
     """
 
@@ -63,6 +68,7 @@ class Manifest:
     compiler: str = ""
     flexops: str = __version__
     schema: str = SCHEMA
+    abi: int = ABI
     sha256: str = ""
     own_crc32: str = field(default="", compare=False)
 
@@ -89,7 +95,7 @@ class Manifest:
             _check(name, data[name])
         for name in ("architectures", "isa_levels"):
             data[name] = tuple(data.get(name, ()))
-        return cls(**{name: value for name, value in data.items() if name in known})
+        return cls(**{"abi": 0, **{name: value for name, value in data.items() if name in known}})
 
 
 def _check(name: str, value: Any) -> None:
@@ -98,7 +104,7 @@ def _check(name: str, value: Any) -> None:
         good = isinstance(value, list) and all(isinstance(item, str) and (name == "isa_levels" or _is_architecture(item)) for item in value)
     elif name == "files":
         good = isinstance(value, dict) and all(_is_path(item) and isinstance(digest, str) for item, digest in value.items())
-    elif name == "size":
+    elif name in ("size", "abi"):
         good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in ("cuda_version", "glibc", "glibcxx"):
         good = value == "" or (isinstance(value, str) and all(part.isdecimal() and part.isascii() and len(part) < 10 for part in value.split(".")))
@@ -139,6 +145,8 @@ class Refusal:
 
 def judge(manifest: Manifest, torch: TorchBuild) -> Refusal | None:
     """None if the library can be opened by a process with that torch and will run here; otherwise why not. Opens nothing."""
+    if manifest.abi != ABI:
+        return Refusal(f"compiled by flexops {manifest.flexops}, whose libraries have ABI {manifest.abi}; this one opens ABI {ABI}", "flexops build")
     if manifest.torch_abi != torch.abi_id:
         return Refusal(f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch {torch.version})", "flexops build")
     return _judge_symbols(manifest, torch.cxx11_abi)

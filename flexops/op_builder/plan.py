@@ -140,17 +140,18 @@ def plan_op(
     Raises:
         ToolchainError: a part of the toolchain that this build needs is missing.
     """
+    own = spec.project.roots(csrc)[0][1]
     torch, steps = _require(toolchain), _compile_steps(spec, device, toolchain, csrc)
-    library, objects = f"flexops_{spec.name}_{device}.so", [step.output for step in steps]
+    library, objects = library_name(spec, device), [step.output for step in steps]
     if torch.stable_abi:
         steps += _stub_steps(toolchain, csrc)
     steps.append(_link_step(toolchain, objects, library))
-    host, places = toolchain.host, anchors(toolchain, "cpu", (csrc, "<csrc>"), (_RECIPE.parent, "<op_builder>"))
+    host, places = toolchain.host, anchors(toolchain, "cpu", *own_anchors(spec, csrc))
     return BuildPlan(
         name=f"{spec.name}-{device}",
         steps=tuple(steps),
         library=library,
-        sources=tuple(csrc / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
+        sources=tuple(own / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
         anchors=places,
         identity=(("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)),
         trusted_roots=(str(torch.root), *(compiler_roots(host) if host else ())),
@@ -163,6 +164,21 @@ def plan_op(
         ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
         recipe=(_RECIPE,),
     )
+
+
+def library_name(spec: OpSpec, device: DeviceType) -> str:
+    return f"{spec.project.name}_{spec.family}_{device}.so"
+
+
+def own_anchors(spec: OpSpec, csrc: Path) -> tuple[tuple[Path, str], ...]:
+    """Where the spec's sources, flexops' headers and the modules that made the plan are."""
+    return (*((path, name) for name, path in spec.project.roots(csrc)), (_RECIPE.parent, "<op_builder>"))
+
+
+def include_flags(spec: OpSpec, csrc: Path) -> tuple[str, ...]:
+    """Includes, and the namespace of the operators."""
+    namespace = () if spec.project.own else (f"-DFLEXOPS_NAMESPACE={spec.project.name}",)
+    return (*(f"-I{path}" for _, path in spec.project.roots(csrc)), *namespace)
 
 
 def choose_jobs(steps: tuple[Step, ...], resources: Resources, max_jobs: int | None) -> int:
@@ -238,9 +254,11 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     torch, host = toolchain.torch, toolchain.host
     assert torch is not None  # _require() was first
     assert host is not None
-    # With the map __FILE__ is the same from wherever the sources are compiled, and so is the library.
-    common = (*host.command, "-fPIC", "-fvisibility=hidden", f"-I{csrc}", f"-ffile-prefix-map={csrc}=csrc", f"-DFLEXOPS_DEVICE_{device.upper()}=1")
-    binding = csrc / spec.binding
+    # With the maps __FILE__ is the same from wherever the sources are compiled, and so is the library.
+    maps = [f"-ffile-prefix-map={path}=csrc" for _, path in spec.project.roots(csrc)]
+    common = (*host.command, "-fPIC", "-fvisibility=hidden", *include_flags(spec, csrc), *maps, f"-DFLEXOPS_DEVICE_{device.upper()}=1")
+    own = spec.project.roots(csrc)[0][1]
+    binding = own / spec.binding
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
     flags = (*common, "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
@@ -252,7 +270,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"
-            steps.append(Step("host", output, (str(csrc / source),), (*plain, *flags, "-c", str(csrc / source), "-o", output)))
+            steps.append(Step("host", output, (str(own / source),), (*plain, *flags, "-c", str(own / source), "-o", output)))
     return steps
 
 

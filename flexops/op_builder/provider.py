@@ -144,12 +144,12 @@ def _ready(spec: OpSpec, expression: str, architectures: Iterable[str], refusals
     usable = not cache.problem()
     for architecture in architectures:
         name = device_code.artifact_name(spec.name, architecture, expression)
-        entry, damage = read_entry(layout.aot_root() / name)
+        entry, damage = read_entry(spec.project.aot / name)
         if damage:
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
             whole: Entry | None = one
-            refusal = loader.stale(one) or _too_new(one)
+            refusal = loader.stale(one, spec) or _too_new(one)
             if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
             if refusal:
@@ -164,10 +164,15 @@ def _compiled(spec: OpSpec, expression: str, capability: ComputeCapability, refu
         choice = compiler_for(chosen, (capability,))
         for note in choice.notes:
             logging.getLogger("flexops").warning("%s", note)
-        plan = device_code.plan_kernel(spec.name, spec.cuda_sources, expression, choice.architectures[0], choice.compiler, layout.csrc_root())
+        plan = plan_kernel(spec, expression, choice.architectures[0], choice.compiler)
         yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
     except FlexopsError as error:
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
+
+
+def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
+    csrc = layout.csrc_root()
+    return device_code.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc))
 
 
 def _too_new(entry: Entry) -> Refusal | None:

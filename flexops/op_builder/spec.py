@@ -1,39 +1,109 @@
-"""What an op is, to the builder: its sources and what they need. Nothing is resolved or looked up here."""
+"""What an op is, to the builder: its folder, and what is in it. Nothing is resolved here; a folder is read when it is first asked about."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
+
+from . import layout
 
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
 
 
 @dataclass(frozen=True)
-class OpSpec:
-    """One folder of ``csrc/``, built into one library per device type.
-
-    The folder ``csrc/<name>/`` holds ``<name>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
-    ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``<name>_cpu.cpp`` (compiled once per ISA level with ``FLEXOPS_ISA`` defined to
-    ``baseline``, ``avx2`` or ``avx512``), ``<name>_cuda.cpp`` (the launchers, host code) and ``<name>.cuh`` (the kernels).
+class Project:
+    """Whose kernels are built: flexops' own, or those of a package that uses ``flexops.builder``.
 
     Attributes:
-        name: folder, library and cache name.
-        ops: the torch operators (without the ``flexops::`` namespace) that its libraries implement.
-        cpu_sources: relative to ``csrc/``; empty if there is no CPU kernel.
-        cuda_sources: the launchers, relative to ``csrc/``. Which kernels there are, the built library says (``device_code``).
-        isa_levels: the ISA levels of the CPU sources.
+        name: the namespace of its operators in torch and of its launchers in C++.
+        package: the directory of its Python package; None for flexops, whose places ``layout`` knows.
     """
 
     name: str
+    package: Path | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether these are flexops' own."""
+        return self.package is None
+
+    @property
+    def csrc(self) -> Path:
+        """Its sources: a folder for each family."""
+        return layout.csrc_root() if self.package is None else self.package / "csrc"
+
+    @property
+    def aot(self) -> Path:
+        """The libraries that an install compiled in: ``<aot>/<label>-<device>/{manifest.json, lib.so}``; it need not exist."""
+        return layout.aot_root() if self.package is None else self.package / layout.aot_root().name
+
+    def roots(self, common: Path) -> tuple[tuple[str, Path], ...]:
+        """Where includes are looked for, and the names under which keys and manifests record what was found: its own sources, then flexops' (``common``)."""
+        return (("<csrc>", common),) if self.package is None else ((f"<{self.name}>", self.csrc), ("<csrc>", common))
+
+    def label(self, family: str) -> str:
+        """What a family is called among all projects'."""
+        return family if self.package is None else f"{self.name}.{family}"
+
+
+FLEXOPS = Project("flexops")
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One folder of a project's sources, built into one library per device type.
+
+    The folder ``csrc/<family>/`` holds ``<family>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
+    ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``*_cpu.cpp`` (compiled once per ISA level with ``FLEXOPS_ISA`` defined to
+    ``baseline``, ``avx2`` or ``avx512``), ``*_cuda.cpp`` (the launchers, host code) and ``*.cuh`` (the kernels).
+
+    Attributes:
+        family: the folder's name.
+        ops: the torch operators (without their namespace) that its libraries implement.
+        project: whose it is.
+        isa_levels: the ISA levels of the CPU sources.
+        files: what the folder has, if it is not to be read.
+    """
+
+    family: str
     ops: tuple[str, ...]
-    cpu_sources: tuple[str, ...] = ()
-    cuda_sources: tuple[str, ...] = ()
-    isa_levels: tuple[str, ...] = field(default=("baseline", "avx2", "avx512"))
+    project: Project = FLEXOPS
+    isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
+    files: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called among all projects': in the cache, in ``status()``, on the command line."""
+        return self.project.label(self.family)
 
     @property
     def binding(self) -> str:
-        return f"{self.name}/{self.name}_binding.cpp"
+        return f"{self.family}/{self.family}_binding.cpp"
+
+    @cached_property
+    def _files(self) -> tuple[str, ...]:
+        if self.files is not None:
+            return self.files
+        try:
+            return tuple(sorted(path.name for path in (self.project.csrc / self.family).iterdir()))
+        except OSError:
+            return ()
+
+    @property
+    def cpu_sources(self) -> tuple[str, ...]:
+        """Relative to ``csrc``; empty if there is no CPU kernel."""
+        return self._ending("_cpu.cpp")
+
+    @property
+    def cuda_sources(self) -> tuple[str, ...]:
+        """The launchers, relative to ``csrc``. Which kernels there are, the built library says (``device_code``)."""
+        return self._ending("_cuda.cpp")
+
+    def _ending(self, suffix: str) -> tuple[str, ...]:
+        return tuple(f"{self.family}/{name}" for name in self._files if name.endswith(suffix))
 
     @property
     def devices(self) -> tuple[DeviceType, ...]:

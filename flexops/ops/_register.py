@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..op_builder import loader
+from ..op_builder.spec import FLEXOPS, Project
 from ._torch import (
     any_requires_grad,
     apply_of,
@@ -27,9 +28,7 @@ from ._torch import (
     is_transforming,
 )
 
-NAMESPACE = "flexops"
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-
+_libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
@@ -56,8 +55,9 @@ def define(
     native: bool = True,
     function: str = "",
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
+    project: Project = FLEXOPS,
 ) -> None:
-    """Define ``torch.ops.flexops.<name>``.
+    """Define ``torch.ops.<project>.<name>``.
 
     Args:
         family: the op's name in the catalogue: which native library implements it.
@@ -78,30 +78,49 @@ def define(
         hidden: the op is invisible to autograd: its results never require a gradient, and it is not for users.
         native: the library has kernels for the op.
         function: the public function that errors name, if its name is not the op's.
+        project: whose op it is.
     """
     name = schema.partition("(")[0]
-    refuse = _refusal(f"flexops.{function or name}", _argument_names(schema), check)
-    _library.define(schema, tags=tags)
-    _library.impl(name, _checked(refuse, _loading(family, name, reference) if native else reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(refuse, fake), lib=_library)
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    called = f"{project.name}.{function or name}"
+    library = _libraries.get(project.name)
+    if library is None:
+        library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
+    refuse = _refusal(called, _argument_names(schema), check)
+    library.define(schema, tags=tags)
+    op = getattr(getattr(torch.ops, project.name), name).default
+    library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{project.name}::{name}", _checked(refuse, fake), lib=library)
     references[op] = reference
     if hidden:
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     below: Callable[..., Any] = functools.partial(_below_autograd, builtin(op))
     if plain:
-        define(family, schema.replace(name, f"{name}_plain", 1), reference, fake, check=check, hidden=True, function=function or name, tags=tags)
-        _library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see the op that was called
-        below = builtin(getattr(getattr(torch.ops, NAMESPACE), f"{name}_plain").default)
+        plain_schema, function = schema.replace(name, f"{name}_plain", 1), function or name
+        define(family, plain_schema, reference, fake, check=check, hidden=True, function=function, tags=tags, project=project)
+        library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see the op that was called
+        below = builtin(getattr(getattr(torch.ops, project.name), f"{name}_plain").default)
     if forward is not None:
         public[forward] = op
-    apply: Callable[..., Any] = below
-    transformed: Callable[..., Any] = op
+    _callers[op] = _caller(op, below, below, op, refuse)
     if backward is not None and setup_context is not None:
-        _differentiable[op] = _function(op, forward, setup_context, backward)
-        apply = apply_of(_differentiable[op])
-        _library.impl(name, functools.partial(_autograd, op, apply), "Autograd")
-        transformed = _no_transform(f"flexops.{function or name}") if "!" in schema else _functional(op, forward, setup_context, backward)
+        differentiate(op, setup_context, backward, below, refuse, called, forward=forward)
+
+
+def differentiate(
+    op: Any,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
+    below: Callable[..., Any],
+    refuse: Callable[..., None],
+    function: str,
+    *,
+    forward: Any = None,
+) -> None:
+    """Give an op that is defined its gradient."""
+    _differentiable[op] = _function(op, forward, setup_context, backward)
+    apply = apply_of(_differentiable[op])
+    _libraries[op.namespace].impl(op._schema.name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
+    transformed = _no_transform(function) if op._schema.is_mutable else _functional(op, forward, setup_context, backward)
     _callers[op] = _caller(op, apply, below, transformed, refuse)
 
 
@@ -299,15 +318,15 @@ def _checked(refuse: Callable[..., None], function: Callable[..., Any]) -> Calla
     return checked
 
 
-def _loading(family: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, preceded by the search for something better."""
-    qualified = f"{NAMESPACE}::{name}"
+    qualified = op._schema.name
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
         device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
         if loader.ensure(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
-            return getattr(getattr(torch.ops, NAMESPACE), name)(*args, **kwargs)
+            return op(*args, **kwargs)
         return reference(*args, **kwargs)
 
     return entry

@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Args, dict[str, Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == _register.NAMESPACE:
+        if func in _register.references:
             for op in dict.fromkeys((func, _register.public.get(func, func))):
                 copy = _snapshot if op in _register._differentiable else _detached
                 self.calls.append((op, tree_map(copy, args), tree_map(copy, kwargs or {})))
