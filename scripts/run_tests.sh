@@ -51,13 +51,14 @@ prepare() {
   step "install the pinned packages" "check the network and \`$PIP config list\`; $again" install_pins
   step "install what the tests need" "check the network; $again" pip_install -r tests/requirements.txt
   step "install flexops" "see pip's message above; $again" install_flexops
-  cp tests/requirements.txt "$PREFIX/tests-requirements.txt"
+  test_requirements >"$PREFIX/tests-requirements.txt"
 }
 
 # A torch without CUDA compiles CUDA operators with any nvcc; the package index has this one.
 any_nvcc() { matrix show cu130-sm90 --field requirements | tr ' ' '\n' | grep '^cuda-toolkit'; }
 
-has_test_requirements() { cmp -s tests/requirements.txt "$PREFIX/tests-requirements.txt"; }
+test_requirements() { cat tests/requirements.txt docs/requirements.txt; }
+has_test_requirements() { test_requirements | cmp -s - "$PREFIX/tests-requirements.txt"; }
 
 # Some tests need programs of the system's. Only root installs them unasked, in a container as a rule; elsewhere those tests are skipped, and the end of
 # the run says what for. hipcc has other names where there is no apt-get.

@@ -23,59 +23,75 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class Rule:
+    """What a message that matches ``pattern`` means."""
+
     pattern: str
     cause: str
     fix: str
 
 
-_RULES: tuple[_Rule, ...] = (
-    _Rule(
+# docs/troubleshooting.md is rendered from these (scripts/build_docs.py).
+RULES: tuple[Rule, ...] = (
+    Rule(
         r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large",
         "the disk is full",
         "free some space, or move the cache: export FLEXOPS_CACHE_DIR=<dir>; large temporary files go to TMPDIR",
     ),
-    _Rule(
+    Rule(
         r"Killed.*(cc1plus|cicc|ptxas|nvcc|program)|fatal error: Killed|died due to signal 9|virtual memory exhausted|[Cc]annot allocate memory|out of memory",
         "the compiler ran out of memory",
         "export MAX_JOBS=1",
     ),
-    _Rule(r"^flexops: stopped, because", "a compiler took longer than it may", "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)"),
-    _Rule(r"^flexops: ninja was ended", "the build was killed", "run it again; if memory was short: export MAX_JOBS=1"),
-    _Rule(
+    Rule(r"^flexops: stopped, because", "a compiler took longer than it may", "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)"),
+    Rule(r"^flexops: ninja was ended", "the build was killed", "run it again; if memory was short: export MAX_JOBS=1"),
+    Rule(
         r"(Instruction|Feature) '[^']+'.*(\.target|architecture) '?sm_\d+",
         "an instruction that the architectures asked for have not, or only with the suffix a (wgmma: 9.0a, tcgen05: 10.0a)",
         'export TORCH_CUDA_ARCH_LIST="9.0a"   # the architecture list; with the suffix the code runs on exactly that capability',
     ),
-    _Rule(
+    Rule(
         r"unsupported GNU version|unsupported clang version",
         "the host compiler is newer than this nvcc accepts",
         "install an older g++ (for example `apt-get install g++-12`) or set CXX to one",
     ),
-    _Rule(
+    Rule(
         r"Unsupported gpu architecture|not supported.*gpu-architecture|Value '.*' is not defined for option 'gpu-(architecture|code)'",
         "this nvcc cannot emit an architecture that was asked for",
         'export TORCH_CUDA_ARCH_LIST="<your GPU>", or use a newer CUDA toolkit',
     ),
-    _Rule(
+    Rule(
         r"C\+\+(20|17) or later|You need C\+\+(17|20) to compile PyTorch|unrecognized command.line option.*-std=c\+\+20",
         "the host compiler is too old for torch's headers",
         "install g++ 11.3 or newer and set CXX to it",
     ),
-    _Rule(
+    Rule(
         r"cuda_runtime(_api)?\.h: No such file|cuda_fp16\.h: No such file",
         "the CUDA runtime headers are missing",
         'pip install "cuda-toolkit[nvcc,cudart,cccl]" in torch\'s CUDA version',
     ),
-    _Rule(r"Python\.h: No such file", "the Python headers are missing", "apt-get install python3-dev (or the -devel package of your Python)"),
-    _Rule(r"cannot find -lcudart_static", "the static CUDA runtime is missing", 'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version'),
-    _Rule(r"cannot find -l(\S+)", "a library to link with was not found", "add its directory to extra_ldflags with -L"),
-    _Rule(r"(\S+): No such file or directory", "a file that a source includes was not found", "add its directory to the include paths"),
-    _Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
-    _Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
+    Rule(r"Python\.h: No such file", "the Python headers are missing", "apt-get install python3-dev (or the -devel package of your Python)"),
+    Rule(r"cannot find -lcudart_static", "the static CUDA runtime is missing", 'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version'),
+    Rule(r"cannot find -l(\S+)", "a library to link with was not found", "add its directory to extra_ldflags with -L"),
+    Rule(r"(\S+): No such file or directory", "a file that a source includes was not found", "add its directory to the include paths"),
+    Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
+    Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
 )
 
-_GENERAL = _RULES[:4]
+LOAD_RULES: tuple[Rule, ...] = (
+    Rule(
+        r"undefined symbol: (\w[\w.$@]*)",
+        "it needs a symbol that nothing defines",
+        "define it in one of the sources, or name the library that does in extra_ldflags; check its spelling, namespace and extern \"C\"",
+    ),
+    Rule(
+        r"(\S+): cannot open shared object file",
+        "it needs a library that is not found",
+        "name its directory: extra_ldflags=['-Wl,-rpath,<directory>'], or LD_LIBRARY_PATH",
+    ),
+)
+
+_GENERAL = RULES[:4]
 _MOST_ERRORS = 5
 _SILENCE = "the compiler said nothing"
 
@@ -99,7 +115,7 @@ def _first(output: str) -> Diagnosis:
             if re.search(rule.pattern, line):
                 return Diagnosis(line, rule.cause, rule.fix)
     first = errors[0] if errors else lines[-1] if lines else _SILENCE
-    for rule in _RULES:
+    for rule in RULES:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)
     return Diagnosis(first, "the source does not compile", "mend the line named above")
@@ -112,16 +128,11 @@ def told(error: BaseException) -> str:
 
 def load_trouble(said: str) -> Diagnosis | None:
     """What the dynamic linker's refusal of a library means; None for other errors."""
-    if match := re.search(r"undefined symbol: (\w[\w.$@]*)", said):
-        name = demangled(match[1])
-        symbol = match[1] if name == match[1] else f"{name} ({match[1]})"
-        return Diagnosis(
-            symbol,
-            "it needs a symbol that nothing defines",
-            "define it in one of the sources, or name the library that does in extra_ldflags; check its spelling, namespace and extern \"C\"",
-        )
-    if match := re.search(r"(\S+): cannot open shared object file", said):
-        return Diagnosis(match[0], "it needs a library that is not found", "name its directory: extra_ldflags=['-Wl,-rpath,<directory>'], or LD_LIBRARY_PATH")
+    for rule in LOAD_RULES:
+        if match := re.search(rule.pattern, said):
+            name = demangled(match[1])
+            symbol = match[0] if rule is LOAD_RULES[1] else match[1] if name == match[1] else f"{name} ({match[1]})"
+            return Diagnosis(symbol, rule.cause, rule.fix)
     return None
 
 
