@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .ops.adam import adam_ as adam_
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
+    from .ops.attention import attention as attention
+    from .ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
@@ -65,6 +67,8 @@ _PUBLIC = {
     "adam_copy_": "ops.adam",
     "adagrad_": "ops.adagrad",
     "adam8bit_": "ops.adam8bit",
+    "attention": "ops.attention",
+    "scaled_dot_product_attention": "ops.attention",
     "dequantize_fp8": "ops.fp8",
     "dequantize_int8": "ops.fp8",
     "quantize_fp8": "ops.fp8",
@@ -100,6 +104,7 @@ __all__ = [
     "adam_copy_",
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "bias_gelu",
     "bias_silu",
     "causal_softmax",
@@ -123,6 +128,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantized",
     "rotary_embedding",
+    "scaled_dot_product_attention",
     "scaled_masked_softmax",
     "status",
     "swiglu",

@@ -58,6 +58,7 @@ class OpStatus:
 
 _lock = _fork.Lock()
 _statuses: dict[tuple[str, str], OpStatus] = {}
+_declined: dict[tuple[str, str, str], OpStatus] = {}
 
 
 def ensure(op: str, device: str) -> bool:
@@ -83,12 +84,24 @@ def ensure(op: str, device: str) -> bool:
     return status.backend != "reference"
 
 
+def decline(op: str, device: str, reason: str) -> None:
+    """Record that native kernels do not take what a call gave, and what computes it instead. Said once, as a fallback is.
+
+    Raises:
+        NativeUnavailableError: ``FLEXOPS_FALLBACK=forbid``.
+    """
+    if (op, device, reason) not in _declined:
+        _announce(_declined.setdefault((op, device, reason), OpStatus(op, device, "reference", reason)))
+    if settings.current().fallback == "forbid":
+        raise NativeUnavailableError(f"flexops has no native {op} kernels for this, and FLEXOPS_FALLBACK=forbid", found=reason, fix="docs/attention.md")
+
+
 def status() -> tuple[OpStatus, ...]:
-    """Where every op stands on every device type, in catalogue order."""
+    """Where every op stands on every device type, in catalogue order; then what some calls gave that native kernels do not take."""
     pairs = [(spec.name, device) for spec in catalog.specs() for device in spec.devices]
     extra = [pair for pair in _statuses if pair not in pairs]
     unasked = "no call has needed it yet"
-    return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra])
+    return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra]) + tuple(_declined.values())
 
 
 def open_cache(chosen: settings.Settings) -> BuildCache:

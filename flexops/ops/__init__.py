@@ -4,6 +4,7 @@ from . import activation as activation
 from . import adagrad as adagrad
 from . import adam as adam
 from . import adam8bit as adam8bit
+from . import attention as attention
 from . import cross_entropy as cross_entropy
 from . import fp8 as fp8
 from . import grad_norm as grad_norm

@@ -59,3 +59,14 @@ def builtin(op: Any) -> Callable[..., Any]:
 
 has_kernel: Callable[[str, str], bool] = getattr(_C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True)
 """Whether an op, named with its namespace, has a kernel of its own for a dispatch key: a library that was loaded has one for each of its ops."""
+
+
+def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Let ``torch.utils.flop_counter`` know what ops cost: each formula takes the op's arguments, and gives a number."""
+    try:
+        from torch.utils.flop_counter import register_flop_formula
+
+        for op, formula in formulas.items():
+            register_flop_formula(op, get_raw=True)(formula)
+    except (ImportError, TypeError):  # an older torch, whose counter cannot be told
+        return
