@@ -27,11 +27,11 @@ target "_common" {
 }
 
 group "default" {
-  targets = ["cpu", "cu121-sm80", "cu121-sm89", "cu121-sm90", "cu126-sm80", "cu126-sm89", "cu126-sm90", "cu128-sm80", "cu128-sm89", "cu128-sm90", "cu128-sm100", "cu128-sm120", "cu130-sm80", "cu130-sm89", "cu130-sm90", "cu130-sm100", "cu130-sm120", "cu132-sm80", "cu132-sm89", "cu132-sm90", "cu132-sm100", "cu132-sm120", "rocm72-gfx90a", "rocm72-gfx942"]
+  targets = ["cpu", "cu121-sm80", "cu121-sm89", "cu121-sm90", "cu126-sm80", "cu126-sm89", "cu126-sm90", "cu128-sm75", "cu128-sm80", "cu128-sm89", "cu128-sm90", "cu128-sm100", "cu128-sm120", "cu130-sm75", "cu130-sm80", "cu130-sm89", "cu130-sm90", "cu130-sm100", "cu130-sm120", "cu132-sm80", "cu132-sm89", "cu132-sm90", "cu132-sm100", "cu132-sm120", "rocm72-gfx90a", "rocm72-gfx942"]
 }
 
 group "cuda" {
-  targets = ["cu121-sm80", "cu121-sm89", "cu121-sm90", "cu126-sm80", "cu126-sm89", "cu126-sm90", "cu128-sm80", "cu128-sm89", "cu128-sm90", "cu128-sm100", "cu128-sm120", "cu130-sm80", "cu130-sm89", "cu130-sm90", "cu130-sm100", "cu130-sm120", "cu132-sm80", "cu132-sm89", "cu132-sm90", "cu132-sm100", "cu132-sm120"]
+  targets = ["cu121-sm80", "cu121-sm89", "cu121-sm90", "cu126-sm80", "cu126-sm89", "cu126-sm90", "cu128-sm75", "cu128-sm80", "cu128-sm89", "cu128-sm90", "cu128-sm100", "cu128-sm120", "cu130-sm75", "cu130-sm80", "cu130-sm89", "cu130-sm90", "cu130-sm100", "cu130-sm120", "cu132-sm80", "cu132-sm89", "cu132-sm90", "cu132-sm100", "cu132-sm120"]
 }
 
 group "rocm" {
@@ -157,6 +157,23 @@ target "cu126-sm90" {
   }
 }
 
+target "cu128-sm75" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cuda"
+  tags       = ["${REPOSITORY}:cu128-sm75${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "ubuntu:24.04"
+    RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
+    TOOLKIT_NAME         = "cu128"
+    EXTRA_INDEX          = ""
+    EXTRA_INDEX_REQUIRED = ""
+    ARCH_LIST            = "7.5"
+    TARGET               = "cu128-sm75"
+    LEAST_DRIVER         = "525"
+  }
+}
+
 target "cu128-sm80" {
   inherits   = ["_common"]
   dockerfile = "docker/Dockerfile.cuda"
@@ -239,6 +256,23 @@ target "cu128-sm120" {
     ARCH_LIST            = "12.0"
     TARGET               = "cu128-sm120"
     LEAST_DRIVER         = "525"
+  }
+}
+
+target "cu130-sm75" {
+  inherits   = ["_common"]
+  dockerfile = "docker/Dockerfile.cuda"
+  tags       = ["${REPOSITORY}:cu130-sm75${STAGE == "dev" ? "-dev" : ""}"]
+  args = {
+    BUILD_BASE           = "ubuntu:24.04"
+    RUNTIME_BASE         = "ubuntu:24.04"
+    COMPILER             = ""
+    TOOLKIT_NAME         = "cu130"
+    EXTRA_INDEX          = ""
+    EXTRA_INDEX_REQUIRED = ""
+    ARCH_LIST            = "7.5"
+    TARGET               = "cu130-sm75"
+    LEAST_DRIVER         = "580"
   }
 }
 

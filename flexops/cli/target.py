@@ -28,7 +28,7 @@ def show(target_id: Annotated[str, typer.Argument(metavar="ID", help="As `flexop
 
 @app.command()
 def render(check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if anything would change.")] = False) -> None:
-    """Write everything that follows from the matrix: envs/, and the README's table of targets."""
+    """Write everything that follows from the matrix: envs/, docker/, the dev containers, the conda variants, and the table of targets."""
     matrix, root = targets.load(), rendering.checkout()
     changes = rendering.compare(matrix, root) if check else rendering.write(matrix, root)
     for line in changes.lines():

@@ -50,8 +50,10 @@ def choose(matrix: Matrix, machine: Machine) -> Detection:
     """The best target: one that runs on all of the machine's GPUs, of the newest toolkit that its driver carries, for the closest capability."""
     if not (machine.capabilities or machine.rocm):
         return Detection(matrix.cpu, "no GPU was found", machine.problems)
-    if (machine.system, machine.architecture) != ("Linux", "x86_64"):
-        reason = f"GPU targets are pinned for Linux on x86_64, and this is {machine.system} on {machine.architecture}"
+    rows = [target for target in matrix.targets if target.accelerator != "cpu"]
+    if machine.system != "Linux" or not any(machine.architecture in target.machines for target in rows):
+        machines = " or ".join(_unique(one for target in rows for one in target.machines))
+        reason = f"GPU targets are pinned for Linux on {machines}, and this is {machine.system} on {machine.architecture}"
         return Detection(matrix.cpu, reason, machine.problems)
     cuda = _choose_cuda(matrix, machine) if machine.capabilities else None
     rocm = _choose_rocm(matrix, machine) if machine.rocm else None
@@ -75,7 +77,7 @@ def _covers(compiled: ComputeCapability, gpu: ComputeCapability) -> bool:
 def _choose_cuda(matrix: Matrix, machine: Machine) -> Detection:
     gpus, odd = _understood(machine.capabilities)
     notes = (*machine.problems, *odd)
-    rows = [target for target in matrix.targets if target.accelerator == "cuda"]
+    rows = [target for target in matrix.targets if target.accelerator == "cuda" and machine.architecture in target.machines]
     fitting = [target for target in rows if any(runs_on(target, gpu) for gpu in gpus)]
     if not fitting:
         known = ", ".join(_unique(capability for target in rows for capability in target.capabilities))

@@ -76,6 +76,7 @@ def _target(document: Document, row: Document) -> Target:
         python=row["python"],
         python_range=_python_range(torch),
         ninja=row["ninja"],
+        machines=tuple(row.get("machines", validate.MACHINES[:1])),
         host_compiler=tuple(row["host_compiler"]),
         least_driver=row.get("least_driver", ""),
         build_base=row["build_base"],

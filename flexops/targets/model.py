@@ -30,6 +30,7 @@ class Target:
         python: of images and conda environments, ``"3.12"``.
         python_range: oldest and newest Python that flexops runs on and this torch has wheels for.
         ninja: the pinned release.
+        machines: processors that there is a torch for, as ``platform.machine()`` says: ``("x86_64", "aarch64")``.
         host_compiler: oldest and newest GCC; ``""`` is no bound.
         least_driver: the GPU driver's least release; empty for cpu.
         build_base, runtime_base: base images, by tag.
@@ -49,6 +50,7 @@ class Target:
     python: str
     python_range: tuple[str, str]
     ninja: str
+    machines: tuple[str, ...]
     host_compiler: tuple[str, str]
     least_driver: str
     build_base: str

@@ -9,15 +9,16 @@ from pathlib import Path
 from string import Template
 
 from ..errors import TargetError
-from . import conda, image_files, locks
+from . import conda, container_files, image_files, locks
 from .model import Matrix, Target
 from .validate import LEAST_PYTHON
 
 HEADER = "generated from flexops/targets/matrix.toml by `flexops target render`"
-README = "README.md"
+TABLE = "docs/targets.md"
+"""The page with the table of all targets."""
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
 _OWNED = "envs"
-_SEARCHED = (_OWNED, "recipe")
+_SEARCHED = (_OWNED, "recipe", ".devcontainer")
 """The folders whose stray generated files are removed."""
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -55,7 +56,8 @@ def files(matrix: Matrix) -> dict[str, str]:
     for target in matrix.targets:
         rendered[environment_path(target)] = environment(target)
         rendered[requirements_path(target)] = requirements(target)
-    return {**rendered, **locks.inputs(matrix, HEADER), **image_files.files(matrix, HEADER), **conda.files(matrix.variants, HEADER, str(LEAST_PYTHON))}
+    containers = {**image_files.files(matrix, HEADER), **container_files.files(matrix, HEADER)}
+    return {**rendered, **locks.inputs(matrix, HEADER), **containers, **conda.files(matrix.variants, HEADER, str(LEAST_PYTHON))}
 
 
 def environment_path(target: Target) -> str:
@@ -90,20 +92,20 @@ def requirements(target: Target) -> str:
 
 
 def table(matrix: Matrix) -> str:
-    """The README's table, markers included."""
-    head = ["target", "GPUs", "toolkit", "torch", "Python", "GCC", "driver", "compiler from"]
+    """The table of all targets, markers included."""
+    head = ["target", "GPUs", "toolkit", "torch", "Python", "GCC", "driver", "processor"]
     rows = [head, ["---"] * len(head), *map(_cells, matrix.targets)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([BEGIN, f"<!-- {HEADER} -->", *lines, END])
 
 
-def readme(matrix: Matrix, text: str | None) -> str:
-    """``text`` of the README (None: there is none) with the table between its markers; raises ``TargetError`` if it has none."""
+def page(matrix: Matrix, text: str | None) -> str:
+    """``text`` of the page (None: there is none) with the table between its markers; raises ``TargetError`` if it has none."""
     if text is None:
-        return f"# flexops\n\n{table(matrix)}\n"
+        return f"# Targets\n\n{table(matrix)}\n"
     start, end = text.find(BEGIN), text.find(END)
     if start < 0 or end < start or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise TargetError(f"{README} has no place for the table of targets", required=f"one line {BEGIN} and, after it, one line {END}", fix=f"edit {README}")
+        raise TargetError(f"{TABLE} has no place for the table of targets", required=f"one line {BEGIN} and, after it, one line {END}", fix=f"edit {TABLE}")
     return text[:start] + table(matrix) + text[end + len(END) :]
 
 
@@ -129,7 +131,7 @@ def write(matrix: Matrix, root: Path) -> Differences:
 
 
 def _wanted(matrix: Matrix, root: Path) -> Mapping[str, str]:
-    return {**files(matrix), README: readme(matrix, _read(root / README))}
+    return {**files(matrix), TABLE: page(matrix, _read(root / TABLE))}
 
 
 def _generated(root: Path) -> set[str]:
@@ -201,5 +203,5 @@ def _cells(target: Target) -> list[str]:
         " - ".join(target.python_range),
         f"{oldest} - {newest}" if newest else f">= {oldest}",
         driver or "-",
-        {"cpu": "-", "cuda": "package index", "rocm": ", ".join(target.toolkit_source)}[target.accelerator],  # CUDA: NVRTC, which torch brings
+        ", ".join(target.machines),
     ]

@@ -76,6 +76,7 @@ _TOOLKIT_FIELDS = {
     "index_required": _FLAG,
     "python": _TEXT,
     "ninja": _TEXT,
+    "machines": _TEXTS,
     "host_compiler": _RANGE,
     "least_driver": _TEXT,
     "build_base": _TEXT,
@@ -89,6 +90,7 @@ _TORCH_FIELDS = {"cuda": _TEXT, "rocm": _TEXT, "python": _VERSION_RANGE, "cxx_st
 _REQUIRED = ("id", "accelerator", "capabilities", "torch", "python", "ninja", "host_compiler", "build_base", "runtime_base")
 _REQUIRED_WITH_GPU = ("version", "toolkit_source", "least_driver")
 _ACCELERATORS = ("cpu", "cuda", "rocm")
+MACHINES = ("x86_64", "aarch64")
 _SOURCES = ("index", "conda", "image", "system")
 _FIRST_CUDA_ON_INDEX = Version((13,))
 LEAST_PYTHON = Version((3, 10))
@@ -168,6 +170,9 @@ def _malformed(target: Target) -> Findings:
     for field, text in [*versions.items(), *bounds]:
         if text and not re.fullmatch(_VERSION, text):
             yield field, f"{text!r} is not a version"
+    for machine in target.machines:
+        if machine not in MACHINES:
+            yield "machines", f"{machine!r} is none of {', '.join(MACHINES)}"
     for source in target.toolkit_source:
         if source not in _SOURCES:
             yield "toolkit_source", f"{source!r} is none of {', '.join(_SOURCES)}"

@@ -69,7 +69,7 @@ def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", f
 ROTATE = "flexops::rope::rotate<float>"
 
 
-@pytest.mark.parametrize(("version", "architecture"), [(OLDEST, "8.0"), (NEWEST, "9.0")])
+@pytest.mark.parametrize(("version", "architecture"), [(OLDEST, "7.5"), (NEWEST, "9.0")])
 @pytest.mark.parametrize("family", SPECS)
 def test_every_kernel_that_a_library_names_compiles(
     family: str, version: tuple[int, int], architecture: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any

@@ -25,8 +25,8 @@ RENDER = """
 import json, os, sys
 from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, VariantConfig
 found = []
-where = RenderConfig(PlatformConfig(target_platform="linux-64"))
-for one in Stage0Recipe.from_file(sys.argv[1]).render(VariantConfig.from_files(sys.argv[2:]), where):
+where = RenderConfig(PlatformConfig(target_platform=sys.argv[1]))
+for one in Stage0Recipe.from_file(sys.argv[2]).render(VariantConfig.from_files(sys.argv[3:]), where):
     build, recipe = one.recipe.build, json.dumps(one.recipe.to_dict(), default=str)
     found.append({"variant": one.variant, "number": build.number, "string": str(build.string), "recipe": recipe})
 print(json.dumps(found), flush=True)
@@ -46,8 +46,8 @@ def context(name: str) -> str:
 def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendered]:
     """What rattler-build makes of the recipe with some variant files."""
 
-    def run(*variants: str, recipe: Path = ROOT / "recipe" / "recipe.yaml") -> Rendered:
-        command = [sys.executable, "-c", RENDER, str(recipe), *(str(ROOT / name) for name in variants)]
+    def run(*variants: str, recipe: Path = ROOT / "recipe" / "recipe.yaml", platform: str = "linux-64") -> Rendered:
+        command = [sys.executable, "-c", RENDER, platform, str(recipe), *(str(ROOT / name) for name in variants)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         require("No module named 'rattler_build'" not in done.stderr, "the rattler bindings", with_extra("conda"))
         assert done.returncode == 0, done.stderr
@@ -97,10 +97,18 @@ def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render: Callab
     assert ("cuda-nvcc_linux-64" in text, "__cuda" in text) == (bool(variant.cuda), bool(variant.cuda))
 
 
+def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered]) -> None:
+    builds = {str(one["string"]).split("_")[0]: str(one["recipe"]) for one in render(conda.ALL, platform="linux-aarch64")}
+    assert set(builds) == {one.id for one in targets.load().variants}
+    for name, recipe in builds.items():
+        assert "gxx_linux-aarch64" in recipe, name
+        assert "linux-64" not in recipe, name
+
+
 def test_the_cuda_variants_are_conda_forge_s_with_every_architecture() -> None:
     found = {one.id: one for one in targets.load().variants}
     assert list(found) == ["cpu", "cuda129", "cuda130"]
-    assert {one.arch_list for one in found.values() if one.cuda} == {"8.0;8.6;8.9;9.0;10.0;12.0+PTX"}
+    assert {one.arch_list for one in found.values() if one.cuda} == {"7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"}
 
 
 PINNING = {

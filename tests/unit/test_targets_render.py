@@ -23,7 +23,7 @@ def tree(root: Path) -> dict[str, str]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A rendered project of the small matrix."""
-    shutil.copy(GOLDEN / "input" / "README.md", tmp_path)
+    shutil.copytree(GOLDEN / "input" / "docs", tmp_path / "docs")
     render.write(loading.read(GOLDEN / "input" / "matrix.toml"), tmp_path)
     return tmp_path
 
@@ -69,18 +69,18 @@ def test_missing_differing_and_stray_files_are_listed_and_mended(project: Path, 
     assert not (project / "envs/old.yml").exists()
 
 
-def test_a_readme_is_made_when_there_is_none_and_kept_when_there_is(tmp_path: Path, matrix: targets.Matrix) -> None:
+def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(tmp_path: Path, matrix: targets.Matrix) -> None:
     render.write(matrix, tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert text == f"# flexops\n\n{render.table(matrix)}\n"
-    (tmp_path / "README.md").write_text("before\n" + text + "after\n")
+    text = (tmp_path / render.TABLE).read_text()
+    assert text == f"# Targets\n\n{render.table(matrix)}\n"
+    (tmp_path / render.TABLE).write_text("before\n" + text + "after\n")
     assert not render.write(matrix, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["no markers", f"{render.END} {render.BEGIN}", f"{render.BEGIN} {render.BEGIN} {render.END}"])
-def test_a_readme_without_its_markers_is_an_error(matrix: targets.Matrix, text: str) -> None:
+def test_a_page_without_its_markers_is_an_error(matrix: targets.Matrix, text: str) -> None:
     with pytest.raises(TargetError, match="no place for the table"):
-        render.readme(matrix, text)
+        render.page(matrix, text)
 
 
 def test_requirements_work_with_the_default_index_alone_except_for_rocm(matrix: targets.Matrix) -> None:
