@@ -77,8 +77,9 @@ struct BackwardParams {
   const float *exponent, *delta;  // [heads_q, padded_rows]
   float* dq_sums;                 // [heads_q, padded_rows, kDim]
   i64 padded_rows;
-  int tiles;    // of keys, per sequence and key head
-  int section;  // key heads
+  int tiles;       // of keys, per sequence and key head
+  int section;     // key heads
+  int first_tile;  // number of the first one: where dQ is added up in a fixed order, each tile is a launch of its own
 };
 
 /// A tile of a sequence and head. Tiles are handed out by rows of tiles, within a section of heads.
@@ -160,17 +161,18 @@ struct Plain {
   FLEXOPS_DEVICE float operator()(float product, int, int, float&) const { return product; }
 };
 
-/// softcap tanh(scale q k / softcap) - alibi |distance| + bias, each where it is.
+/// softcap tanh(scale q k / softcap) - alibi |distance| + bias, each where it is. With more than one of them, or with none, the problem
+/// says which there are: that costs less than as many kernels.
 template <bool kSoftcap, bool kAlibi, bool kBias>
 struct Modified {
-  static constexpr bool kPlain = false;
+  static constexpr bool kPlain = false, kOne = kSoftcap + kAlibi + kBias == 1;
   const Problem& p;
   const Sequence& s;
   float alibi = 0;
   i64 bias = 0;
 
   FLEXOPS_DEVICE Modified(const Problem& problem, const Sequence& sequence) : p(problem), s(sequence) {
-    if (kAlibi) alibi = p.alibi[s.batch * p.alibi_batch + s.head * p.alibi_head];
+    if (kAlibi && (kOne || p.alibi)) alibi = p.alibi[s.batch * p.alibi_batch + s.head * p.alibi_head];
     if (kBias) bias = s.batch * p.bias_batch + s.head * p.bias_head;
   }
   FLEXOPS_DEVICE float bias_at(int query, int key) const {
@@ -183,14 +185,14 @@ struct Modified {
   }
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {
     float score = product * p.scale;
-    if (kSoftcap) {  // tanh(x) = 1 - 2 / (e^2x + 1)
+    if (kSoftcap && (kOne || p.softcap > 0)) {  // tanh(x) = 1 - 2 / (e^2x + 1)
       const float tanh = 1.0f - __fdividef(2.0f, exp2_approx(fminf(score / p.softcap * (2 * kLog2E), 126.0f)) + 1.0f);
       score = p.softcap * tanh, slope = 1.0f - tanh * tanh;
     } else {
       slope = 1.0f;
     }
     if (kAlibi) score -= alibi * static_cast<float>(abs(query + s.offset - key));
-    if (kBias) score += bias_at(query, key);
+    if (kBias && (kOne || p.bias)) score += bias_at(query, key);
     return score;
   }
 };

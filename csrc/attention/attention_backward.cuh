@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
 
   const Problem& problem = p.problem;
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.tiles, p.section);
-  const int n = number.tile, first_head = number.head * problem.group;
+  const int n = p.first_tile + number.tile, first_head = number.head * problem.group;
   const Sequence s(problem, number.batch, first_head);
   if (n * kN >= s.length_k) return;
   const Blocks blocks = seeing_queries<kM, kN>(problem, s, n);

@@ -276,6 +276,7 @@ __global__ void __launch_bounds__(384, 1) backward_hopper(const FLEXOPS_GRID_CON
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.call.tiles, p.call.section);
+  const int n = p.call.first_tile + number.tile;
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
@@ -284,10 +285,10 @@ __global__ void __launch_bounds__(384, 1) backward_hopper(const FLEXOPS_GRID_CON
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<24>();
-    if (threadIdx.x == 0) backward_produce(p, shape, number.batch, number.head, number.tile);
+    if (threadIdx.x == 0) backward_produce(p, shape, number.batch, number.head, n);
   } else {
     hopper::take_registers<240>();
-    backward_consume<T, Modifier>(p, shape, number.batch, number.head, number.tile, warpgroup - 1);
+    backward_consume<T, Modifier>(p, shape, number.batch, number.head, n, warpgroup - 1);
   }
 }
 

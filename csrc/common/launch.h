@@ -64,11 +64,28 @@ const char* kernel_name() {
   return __PRETTY_FUNCTION__;
 #endif
 }
+/// The same for a rare kernel.
+template <auto function>
+struct RareNameOf {};
+template <auto function>
+const char* rare_name() {
+#if defined(__clang__)
+  return typeid(RareNameOf<function>).name();
+#else
+  return __PRETTY_FUNCTION__;
+#endif
+}
 template <auto function>
 #if FLEXOPS_HIP
 inline Kernel instance = {reinterpret_cast<const void*>(function)};
 #else
 inline Kernel instance = {kernel_name<function>, {}};
+template <auto function>
+inline Kernel rare_instance = {rare_name<function>, {}};
+template <auto function, typename... A>
+constexpr KernelOf<A...> typed_rare(void (*)(A...)) {
+  return {&rare_instance<function>};
+}
 #endif
 template <auto function, typename... A>
 constexpr KernelOf<A...> typed(void (*)(A...)) {
@@ -82,6 +99,11 @@ struct Same {
 
 template <auto function>
 inline constexpr auto kernel = detail::typed<function>(function);
+#if !FLEXOPS_HIP
+/// A kernel that builds ahead of time leave out, because there are too many of its kind: it is compiled when it is first launched.
+template <auto function>
+inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
+#endif
 
 // ---- the driver ------------------------------------------------------------------------------------------------------------------------
 
@@ -102,7 +124,8 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
 
 using GpuAttribute = hipDeviceAttribute_t;
 constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount, kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
-                       kSharedOfProcessor = hipDeviceAttributeMaxSharedMemoryPerMultiprocessor;
+                       kSharedOfProcessor = hipDeviceAttributeMaxSharedMemoryPerMultiprocessor,
+                       kMajor = hipDeviceAttributeComputeCapabilityMajor, kMinor = hipDeviceAttributeComputeCapabilityMinor;
 
 inline int gpu_attribute(GpuAttribute which) {
   int value = 0;
@@ -138,6 +161,8 @@ struct Driver {
   int (*cuDeviceGetAttribute)(int* value, int attribute, int device);
   int (*cuDevicePrimaryCtxRetain)(void** context, int device);
   int (*cuCtxSetCurrent)(void* context);
+  int (*cuTensorMapEncodeTiled)(void* map, int type, unsigned rank, void* data, const uint64_t* sizes, const uint64_t* strides,
+                                const unsigned* box, const unsigned* steps, int interleave, int swizzle, int l2_promotion, int fill);
   int (*cuGetErrorString)(int error, const char** text);
   bool whole = true;
 
@@ -157,6 +182,7 @@ struct Driver {
     find(library, cuDeviceGetAttribute, "cuDeviceGetAttribute");
     find(library, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
     find(library, cuCtxSetCurrent, "cuCtxSetCurrent");
+    find(library, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(library, cuGetErrorString, "cuGetErrorString");
   }
   static const Driver& get() {
@@ -259,7 +285,7 @@ inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
 }
 
 using GpuAttribute = int;
-constexpr GpuAttribute kProcessors = 16, kSharedOfBlock = 97, kSharedOfProcessor = 81;  // CU_DEVICE_ATTRIBUTE_...
+constexpr GpuAttribute kProcessors = 16, kSharedOfBlock = 97, kSharedOfProcessor = 81, kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_...
 
 inline int gpu_attribute(GpuAttribute which) {
   int value = 0;
@@ -302,6 +328,7 @@ inline void set_zero(uint32_t* words, int64_t count, void* stream) {
 /// What launchers ask of the current GPU.
 struct Gpu {
   int processors, shared_of_block, shared_of_processor;  // multiprocessors; bytes
+  int capability;                                        // 90 for 9.0
 };
 
 /// Asked once by each thread, and again when it has gone on to another GPU.
@@ -311,7 +338,8 @@ inline const Gpu& gpu_facts() {
   if (device != current_gpu()) {
     const int processors = detail::gpu_attribute(detail::kProcessors);
     known = {processors > 0 ? processors : 1, detail::gpu_attribute(detail::kSharedOfBlock),
-             detail::gpu_attribute(detail::kSharedOfProcessor)};
+             detail::gpu_attribute(detail::kSharedOfProcessor),
+             10 * detail::gpu_attribute(detail::kMajor) + detail::gpu_attribute(detail::kMinor)};
     device = current_gpu();
   }
   return known;

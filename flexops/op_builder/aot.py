@@ -53,10 +53,11 @@ def build_specs(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: 
     Raises:
         ToolchainError, ArchitectureError: a build was asked for that cannot be planned. Failed compiles are in the results.
     """
-    pairs = [(spec, device) for device in devices for spec in specs if device in spec.devices]
     torch = toolchain.torch_build()
+    hip = bool(torch and torch.hip)
+    pairs = [(spec, device) for device in devices for spec in specs if device in spec.devices and (spec.hip or not hip or device == "cpu")]
     choice = None
-    if any(device == "cuda" for _, device in pairs) and not (torch and torch.hip):
+    if any(device == "cuda" for _, device in pairs) and not hip:
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=chosen.arch_list)
     plans = [loader.local_plan(spec, device, chosen) for spec, device in pairs]
     results = builder.obtain(plans, loader.open_cache(chosen), progress=progress, debug=chosen.log == "debug")
@@ -72,7 +73,7 @@ def _with_kernels(
         if device == "cuda" and result.entry:
             names = device_code.names_in(result.entry.library)
             each = list(device_code.single(choice.architectures))
-            plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for one in each for name in names]
+            plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for one in each for name in names if device_code.fitted(name, one)]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
     together = [plan for own in plans.values() for plan in own]
     made = iter(device_code.obtain(together, loader.open_cache(chosen), jobs=jobs, time_limit=chosen.compile_timeout, progress=progress))

@@ -24,7 +24,7 @@ CATALOG: tuple[OpSpec, ...] = (
     OpSpec("grad_norm", ("grad_norm", "clip_grads_")),
     OpSpec("lamb", ("lamb_", "lamb_moments_", "lamb_apply_")),
     OpSpec("lion", ("lion_",)),
-    OpSpec("attention", ("attention", "attention_backward")),
+    OpSpec("attention", ("attention", "attention_backward"), hip=False, least_capability=(8, 0)),
     OpSpec("quant", ("quantize", "dequantize")),
     OpSpec("rope", ("rotary_embedding", "rotary_embedding_")),
     OpSpec("softmax", ("scaled_masked_softmax", "causal_softmax", "softmax_backward")),

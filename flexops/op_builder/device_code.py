@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from .. import _fork
+from ..compute_capability import Architecture, ComputeCapability
 from ..errors import CompileError, FlexopsError
 from . import cache_key, includes
 from .cache import BuildCache, Entry
@@ -32,7 +33,6 @@ from .cache_key import Digests
 from .manifest import Manifest, file_crc32
 
 if TYPE_CHECKING:
-    from ..compute_capability import Architecture
     from ..toolchain.nvrtc import DeviceCompiler
     from ..toolchain.resources import Resources
 
@@ -42,6 +42,8 @@ STEP_BYTES = 600 * MIB
 
 # As g++ writes a function template's argument, and as compilers mangle the type that has it; see kernel_name() in csrc/common/launch.h.
 _NAME = re.compile(rb"kernel_name\(\) \[with auto function = ([^\]\0]+)\]|(N7flexops6detail6NameOfI\w+E)\0")
+_RARE_NAME = re.compile(rb"rare_name\(\) \[with auto function = ([^\]\0]+)\]|(N7flexops6detail10RareNameOfI\w+E)\0")
+_HOPPER = ComputeCapability(9, 0, "a")
 Roots = tuple[tuple[str, Path], ...]
 _WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
 
@@ -90,7 +92,7 @@ class KernelResult(NamedTuple):
 
 
 def names_in(library: Path) -> list[str]:
-    """The kernels that a library launches, as C++ names them, sorted."""
+    """The kernels that a library launches, as C++ names them, sorted; without those that are compiled at their first launch only (``rare_kernel``)."""
     return sorted({expression_of(match[0]) for match in _NAME.finditer(library.read_bytes())})
 
 
@@ -100,7 +102,7 @@ def expression_of(name: bytes) -> str:
     Raises:
         ValueError: it is no such name.
     """
-    match = _NAME.search(name + b"\0")
+    match = _NAME.search(name + b"\0") or _RARE_NAME.search(name + b"\0")
     if match is None:
         raise ValueError(f"{name!r} is no kernel's name")
     return match[1].decode() if match[1] else _demangled(match[2].decode())
@@ -133,6 +135,16 @@ def _demangled(mangled: str) -> str:
     raise ValueError(f"{mangled} is no kernel's name")
 
 
+def fitted(expression: str, architecture: Architecture) -> Architecture | None:
+    """The architecture that a kernel is compiled for, to run where ``architecture`` does; None if it does not run there.
+
+    Kernels called ``..._hopper`` use instructions that are Hopper's own, which 9.0a is the name for.
+    """
+    if not expression.partition("<")[0].endswith("_hopper"):
+        return architecture
+    return architecture._replace(capability=_HOPPER, ptx=False) if architecture.sass and architecture.capability.base == _HOPPER.base else None
+
+
 def artifact_name(family: str, architecture: str, expression: str) -> str:
     """The directory of a kernel's code: ``architecture`` is ``sm_90`` or ``compute_90``."""
     return f"{family}-{architecture}-{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
@@ -154,6 +166,7 @@ def plan_kernel(
 
     Args:
         sources: the family's launchers, relative to the first root: the kernel is in a header that one of them reaches.
+        architecture: where it shall run; see ``fitted``.
         csrc: flexops' sources.
         roots: where includes are looked for, each with its name, if that is not ``csrc`` alone.
 
@@ -161,6 +174,7 @@ def plan_kernel(
         CompileError: no such header defines it.
     """
     namespace, _, kernel = expression.partition("<")[0].rpartition("::")
+    architecture = fitted(expression, architecture) or architecture
     roots = roots or (("<csrc>", csrc),)
     header = _defining_header(tuple(sources), kernel, roots)
     if not header:
@@ -201,6 +215,7 @@ def obtain(
 def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, list[str]]:
     """The architectures for which a cache has the code of all these kernels, by the CUDA version that made it. Looks at manifests only."""
     wanted = set(names)
+    hopper = str(_HOPPER)
     made: dict[tuple[str, str], set[str]] = {}
     for entry in cache.entries((f"{family}-sm_", f"{family}-compute_")):
         known = entry.manifest
@@ -208,7 +223,9 @@ def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, 
             made.setdefault((known.cuda_version, known.architectures[0]), set()).add(known.kernel)
     complete: dict[str, list[str]] = {}
     for (version, architecture), kernels in sorted(made.items()):
-        if kernels == wanted:
+        one = Architecture(ComputeCapability.parse(architecture), sass=not architecture.startswith("compute_"))
+        there = kernels | (made.get((version, hopper), set()) if one.capability.base == _HOPPER.base else set())
+        if {name for name in wanted if fitted(name, one)} <= there:
             complete.setdefault(version, []).append(architecture)
     return complete
 

@@ -122,6 +122,9 @@ def _announce(status: OpStatus) -> None:
 def _resolve(spec: OpSpec, device: str) -> OpStatus:
     if device not in spec.devices:
         return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for device type {device!r}")
+    torch = toolchain.torch_build()
+    if device == "cuda" and not spec.hip and torch and torch.hip:
+        return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for AMD GPUs")
     refusals: list[Refusal] = []
     try:
         for entry, backend, reason in _sources(spec, device, refusals):
@@ -282,6 +285,8 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
         return None
     from . import provider
 
+    if older := [one for one in capabilities if (one.major, one.minor) < spec.least_capability]:
+        return Refusal(f"{spec.name} kernels need GPUs of capability {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}")
     why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
     if settings.current().jit:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _fork, settings, toolchain
-from ..compute_capability import ComputeCapability
+from ..compute_capability import Architecture, ComputeCapability
 from ..errors import FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
 from . import device_code, layout, loader
@@ -23,7 +23,6 @@ from .manifest import Refusal
 from .spec import OpSpec
 
 if TYPE_CHECKING:
-    from ..compute_capability import Architecture
     from ..toolchain.nvrtc import DeviceCompiler
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
@@ -96,10 +95,11 @@ def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapabilit
     """None if every kernel of a library is compiled already for every GPU here; else how many are not."""
     names = device_code.names_in(library)
     for capability in capabilities:
-        lacking = sum(next(_ready(spec, name, [*machine_code(capability), *ptx(capability)], []), None) is None for name in names)
+        wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
+        lacking = sum(next(_ready(spec, name, [*machine_code(capability), *ptx(capability)], []), None) is None for name in wanted)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
-            return Refusal(f"{lacking} of the {len(names)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
+            return Refusal(f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
     return None
 
 

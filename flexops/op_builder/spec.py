@@ -66,6 +66,8 @@ class OpSpec:
         project: whose it is.
         isa_levels: the ISA levels of the CPU sources.
         files: what the folder has, if it is not to be read.
+        hip: whether its CUDA sources compile for AMD GPUs too.
+        least_capability: of the NVIDIA GPUs that its kernels run on.
     """
 
     family: str
@@ -73,6 +75,8 @@ class OpSpec:
     project: Project = FLEXOPS
     isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
     files: tuple[str, ...] | None = None
+    hip: bool = True
+    least_capability: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,247 @@
+// torch's view of attention: checks, shapes and registration (schemas: flexops/ops/attention.py).
+
+#include "attention/attention.h"
+#include "common/binding.h"
+
+namespace flexops {
+namespace {
+
+/// The ops' arguments behind the tensors that are attended.
+struct Options {
+  const std::optional<Tensor>&bias, &alibi, &sinks, &cumulative_q, &cumulative_k;
+  int64_t max_q, max_k;
+  std::optional<double> scale;
+  int64_t left, right;
+  double softcap;
+};
+
+void check_place(const char* op, const char* argument, const Tensor& tensor, const Tensor& q) {
+  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == q.device_index(), op, ": ", argument,
+                " must be on the device of q");
+}
+
+void check_dtype(const char* op, const char* argument, const Tensor& tensor, Dtype dtype) {
+  FLEXOPS_CHECK(tensor.dtype() == dtype, op, ": ", argument, " must be ", dtype_name(dtype), ", got ", dtype_name(tensor.dtype()));
+}
+
+/// A tensor whose columns are neighbours and, on a GPU, whose rows begin at multiples of 16 bytes: itself, or a copy.
+Tensor readable(const Tensor& tensor) {
+  const int64_t dim = tensor.dim(), *sizes = tensor.sizes(), *strides = tensor.strides();
+  bool fine = sizes[dim - 1] <= 1 || strides[dim - 1] == 1;
+#if FLEXOPS_DEVICE_CUDA
+  fine = fine && reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+  for (int64_t d = 0; d < dim - 1; ++d) fine = fine && (sizes[d] <= 1 || (strides[d] > 0 && strides[d] % 8 == 0));
+#endif
+  if (fine) return tensor;
+  Tensor copied = empty(sizes, dim, tensor.dtype(), tensor);
+  copy(copied, tensor);
+  return copied;
+}
+
+AttentionTensor view(const Tensor& tensor) {
+  const int64_t *strides = tensor.strides(), first = tensor.dim() - 3;
+  return {tensor.data(), first ? strides[0] : 0, strides[first], strides[first + 1]};
+}
+
+/// As many dimensions as a broadcast to four has, the last `dim` of them the tensor's.
+void put_broadcast_strides(const char* op, const Tensor& bias, const int64_t (&target)[4], int64_t (&strides)[4]) {
+  const int64_t missing = 4 - bias.dim();
+  bool fits = missing >= 0;
+  for (int64_t d = 0; fits && d < 4; ++d) {
+    const int64_t size = d < missing ? 1 : bias.sizes()[d - missing];
+    fits = size == 1 || size == target[d];
+    strides[d] = size == 1 ? 0 : bias.strides()[d - missing];
+  }
+  FLEXOPS_CHECK(fits, op, ": bias must be broadcastable to [", target[0], ", ", target[1], ", ", target[2], ", ", target[3], "], got ",
+                shape_text(bias));
+}
+
+Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Options& o) {
+  const Dtype dtype = q.dtype();
+  const bool narrow = dtype == Dtype::f16 || dtype == Dtype::bf16;
+  FLEXOPS_CHECK(narrow || (!FLEXOPS_DEVICE_CUDA && dtype == Dtype::f32), op, ": q must be ", FLEXOPS_DEVICE_CUDA ? "" : "float32, ",
+                "float16 or bfloat16, got ", dtype_name(dtype));
+  const bool packed = o.cumulative_q.has_value();
+  FLEXOPS_CHECK(packed == o.cumulative_k.has_value(), op, ": cu_seqlens_q and cu_seqlens_k must both be given, or neither");
+  const int64_t dim = packed ? 3 : 4;
+  const char* form = packed ? "[tokens, heads, head_dim]" : "[batch, length, heads, head_dim]";
+  FLEXOPS_CHECK(q.dim() == dim, op, ": q must have shape ", form, ", got ", shape_text(q));
+  check_place(op, "k", k, q);
+  check_place(op, "v", v, q);
+  check_dtype(op, "k", k, dtype);
+  check_dtype(op, "v", v, dtype);
+  const int64_t heads = q.size(-2);
+  FLEXOPS_CHECK(k.dim() == dim && k.size(-1) == q.size(-1) && (packed || k.size(0) == q.size(0)), op, ": k must have q's shape ",
+                shape_text(q), ", length and heads excepted, got ", shape_text(k));
+  FLEXOPS_CHECK(heads == 0 || (k.size(-2) > 0 && heads % k.size(-2) == 0), op, ": k must have a number of heads that divides q's ", heads,
+                ", got ", shape_text(k));
+  bool same = v.dim() == dim;
+  for (int64_t d = 0; same && d < dim - 1; ++d) same = v.sizes()[d] == k.sizes()[d];
+  FLEXOPS_CHECK(same, op, ": v must have k's shape ", shape_text(k), ", head_dim excepted, got ", shape_text(v));
+
+  Attention a = {};
+  a.type = dtype == Dtype::f32 ? AttentionType::f32 : dtype == Dtype::f16 ? AttentionType::f16 : AttentionType::bf16;
+  a.heads_q = heads, a.heads_k = k.size(-2), a.head_dim = q.size(-1), a.head_dim_v = v.size(-1);
+  a.rows_q = q.size(-3), a.rows_k = k.size(-3);
+  a.batch = q.size(0), a.length_q = a.rows_q, a.length_k = a.rows_k;
+#if FLEXOPS_DEVICE_CUDA
+  FLEXOPS_CHECK(
+      a.head_dim % 8 == 0 && a.head_dim_v % 8 == 0 && a.head_dim > 0 && a.head_dim_v > 0 && a.head_dim <= 256 && a.head_dim_v <= 256, op,
+      ": q must have a head_dim that is a multiple of 8, up to 256, got ", a.head_dim, " and v's ", a.head_dim_v);
+#endif
+  if (packed) {
+    const Tensor* both[] = {&*o.cumulative_q, &*o.cumulative_k};
+    for (const Tensor* each : both) {
+      const char* argument = each == both[0] ? "cu_seqlens_q" : "cu_seqlens_k";
+      check_place(op, argument, *each, q);
+      check_dtype(op, argument, *each, Dtype::i32);
+      FLEXOPS_CHECK(each->dim() == 1 && each->size(0) >= 1 && each->size(0) == both[0]->size(0) && each->is_contiguous(), op, ": ",
+                    argument, " must have shape [sequences + 1], contiguous, got ", shape_text(*each));
+    }
+    a.batch = both[0]->size(0) - 1;
+    a.length_q = o.max_q < a.rows_q ? o.max_q : a.rows_q, a.length_k = o.max_k < a.rows_k ? o.max_k : a.rows_k;
+    a.cumulative_q = both[0]->data<int32_t>(), a.cumulative_k = both[1]->data<int32_t>();
+  }
+  FLEXOPS_CHECK(o.max_q >= 0 && o.max_k >= 0, op, ": max_seqlen_q and max_seqlen_k must be numbers of tokens, got ", o.max_q, " and ",
+                o.max_k);
+  FLEXOPS_CHECK(a.rows_q < (int64_t{1} << 29) && a.rows_k < (int64_t{1} << 29), op,
+                ": q and k must have fewer than 2^29 tokens a sequence");
+  FLEXOPS_CHECK(!FLEXOPS_DEVICE_CUDA || (a.batch < 65536 && heads < 65536), op, ": q must have fewer than 65536 sequences and heads");
+
+  a.scale = o.scale ? static_cast<float>(*o.scale) : a.head_dim > 0 ? 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim)) : 1.0f;
+  a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap);
+  if (o.bias) {
+    check_place(op, "bias", *o.bias, q);
+    const Dtype kind = o.bias->dtype();
+    FLEXOPS_CHECK(kind == Dtype::f32 || kind == Dtype::f16 || kind == Dtype::bf16 || kind == Dtype::boolean, op,
+                  ": bias must be bool, float32, float16 or bfloat16, got ", dtype_name(kind));
+    const int64_t target[4] = {a.batch, heads, packed ? o.max_q : a.length_q, packed ? o.max_k : a.length_k};
+    put_broadcast_strides(op, *o.bias, target, a.bias_strides);
+    a.bias = o.bias->data();
+    a.bias_type = kind == Dtype::f32    ? AttentionBiasType::f32
+                  : kind == Dtype::f16  ? AttentionBiasType::f16
+                  : kind == Dtype::bf16 ? AttentionBiasType::bf16
+                                        : AttentionBiasType::mask;
+  }
+  if (o.alibi) {
+    const Tensor& slopes = *o.alibi;
+    check_place(op, "alibi_slopes", slopes, q);
+    check_dtype(op, "alibi_slopes", slopes, Dtype::f32);
+    const int64_t d = slopes.dim();
+    FLEXOPS_CHECK((d == 1 || (d == 2 && slopes.size(0) == a.batch)) && slopes.size(-1) == heads, op,
+                  ": alibi_slopes must have shape [heads] or [batch, heads], got ", shape_text(slopes));
+    a.alibi = slopes.data<float>();
+    a.alibi_strides[0] = d == 2 ? slopes.strides()[0] : 0, a.alibi_strides[1] = slopes.strides()[d - 1];
+  }
+  if (o.sinks) {
+    check_place(op, "sinks", *o.sinks, q);
+    check_dtype(op, "sinks", *o.sinks, Dtype::f32);
+    FLEXOPS_CHECK(o.sinks->dim() == 1 && o.sinks->size(0) == heads && o.sinks->is_contiguous(), op,
+                  ": sinks must have shape [heads], contiguous, got ", shape_text(*o.sinks));
+    a.sinks = o.sinks->data<float>();
+  }
+  return a;
+}
+
+/// Contiguous ones, which kernels would otherwise have to be told strides of.
+std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return contiguous(*tensor);
+}
+
+#if FLEXOPS_DEVICE_CUDA
+template <class Call, class Launcher>
+void run(const char* op, const Call& call, const Tensor& q, const Launcher& launcher) {
+  const int64_t bytes = attention_workspace(call);
+  const Tensor workspace = empty(&bytes, 1, Dtype::u8, q);
+  check_launch(op, launcher(call, workspace.data(), current_stream(q)));
+}
+#endif
+
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> bias, std::optional<Tensor> alibi,
+                                     std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q, std::optional<Tensor> cumulative_k,
+                                     int64_t max_q, int64_t max_k, std::optional<double> scale, int64_t left, int64_t right, double softcap,
+                                     [[maybe_unused]] bool deterministic) {
+  const char* op = "flexops::attention";
+#if FLEXOPS_DEVICE_CUDA
+  DeviceGuard guard(q);
+#endif
+  sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
+  AttentionForward c = {};
+  c.problem = make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap});
+  const Attention& a = c.problem;
+  q = readable(q), k = readable(k), v = readable(v);
+  const int64_t dim = q.dim(), *sizes = q.sizes();
+  int64_t shape[4];
+  for (int64_t d = 0; d < dim; ++d) shape[d] = d == dim - 1 ? a.head_dim_v : sizes[d];
+  const int64_t lse_shape[3] = {a.packed() ? a.heads_q : a.batch, a.packed() ? a.rows_q : a.heads_q, a.rows_q};
+  Tensor out = empty(shape, dim, q.dtype(), q), lse = empty(lse_shape, dim - 1, Dtype::f32, q);
+  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
+  c.lse = lse.data<float>(), c.lse_batch = a.packed() ? 0 : a.heads_q * a.rows_q, c.lse_head = a.rows_q;
+#if FLEXOPS_DEVICE_CUDA
+  run(op, c, q, attention_cuda);
+#else
+  constexpr int64_t kProducts = 1 << 16;  // that are worth a thread
+  const int64_t items = attention_cpu_items(c), each = kAttentionRows * (a.length_k + 1) * (a.head_dim + a.head_dim_v);
+  parallel_for(0, items, kProducts / each, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(attention_cpu)(c, begin, end); });
+#endif
+  return {std::move(out), std::move(lse)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
+                                                      Tensor lse, std::optional<Tensor> bias, std::optional<Tensor> alibi,
+                                                      std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q,
+                                                      std::optional<Tensor> cumulative_k, int64_t max_q, int64_t max_k,
+                                                      std::optional<double> scale, int64_t left, int64_t right, double softcap,
+                                                      bool deterministic) {
+  const char* op = "flexops::attention_backward";
+#if FLEXOPS_DEVICE_CUDA
+  DeviceGuard guard(q);
+#endif
+  sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
+  AttentionBackward c = {};
+  c.problem = make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap});
+  const Attention& a = c.problem;
+  const Tensor* results[] = {&grad, &out};
+  for (const Tensor* each : results) {
+    const char* argument = each == &grad ? "grad" : "out";
+    check_place(op, argument, *each, q);
+    check_dtype(op, argument, *each, q.dtype());
+    bool same = each->dim() == q.dim() && each->size(-1) == a.head_dim_v;
+    for (int64_t d = 0; same && d < q.dim() - 1; ++d) same = each->sizes()[d] == q.sizes()[d];
+    FLEXOPS_CHECK(same, op, ": ", argument, " must have q's shape ", shape_text(q), " with v's head_dim, got ", shape_text(*each));
+  }
+  const Tensor* of_rows[] = {&lse, grad_lse ? &*grad_lse : &lse};
+  for (const Tensor* each : of_rows) {
+    const char* argument = each == &lse ? "lse" : "grad_lse";
+    check_place(op, argument, *each, q);
+    check_dtype(op, argument, *each, Dtype::f32);
+    FLEXOPS_CHECK(each->numel() == q.numel() / (a.head_dim > 0 ? a.head_dim : 1) && each->dim() == q.dim() - 1 &&
+                      each->size(-1) == a.rows_q && each->size(-2) == a.heads_q,
+                  op, ": ", argument, " must have a number for each row of q, ", shape_text(q), ", got ", shape_text(*each));
+  }
+  lse = contiguous(lse), grad_lse = dense(grad_lse);
+  Tensor dq = empty_like_contiguous(q, q.dtype()), dk = empty_like_contiguous(k, q.dtype()), dv = empty_like_contiguous(v, q.dtype());
+  grad = readable(grad), q = readable(q), k = readable(k), v = readable(v), out = readable(out);
+  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.d_o = view(grad);
+  c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
+  c.lse = lse.data<float>(), c.d_lse = grad_lse ? grad_lse->data<float>() : nullptr;
+  c.lse_batch = a.packed() ? 0 : a.heads_q * a.rows_q, c.lse_head = a.rows_q;
+  c.deterministic = deterministic;
+#if FLEXOPS_DEVICE_CUDA
+  run(op, c, q, attention_backward_cuda);
+#else
+  const int64_t items = attention_cpu_items(c);
+  parallel_for(0, items, 0, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(attention_backward_cpu)(c, begin, end); });
+#endif
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+}  // namespace
+
+FLEXOPS_REGISTER(m) {
+  FLEXOPS_IMPL(m, "attention", attention);
+  FLEXOPS_IMPL(m, "attention_backward", attention_backward);
+}
+
+}  // namespace flexops

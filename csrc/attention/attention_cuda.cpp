@@ -1,0 +1,309 @@
+// Attention's launchers: which kernel, its tiles, tensor maps and grid. The kernels' pages say what the tiles are; which ones are taken was
+// measured (docs/benchmarks/2026-11-22-attention.md).
+
+#include "attention/attention.h"
+#include "attention/attention_backward.cuh"
+#include "attention/attention_backward_hopper.cuh"
+#include "attention/attention_forward.cuh"
+#include "attention/attention_forward_hopper.cuh"
+#include "common/launch.h"
+
+namespace flexops {
+namespace {
+
+using attention::BackwardHopper, attention::BackwardHopperParams, attention::BackwardParams, attention::BackwardRowsParams,
+    attention::BackwardShape, attention::ForwardHopper, attention::ForwardHopperParams, attention::ForwardParams, attention::ForwardShape,
+    attention::Modified, attention::Plain, attention::Problem;
+
+bool hopper_allowed = true;
+
+/// Whether the kernels of attention_*_hopper.cuh run here. Their machine code is Hopper's alone.
+bool is_hopper() { return hopper_allowed && gpu_facts().capability == 90; }
+
+// ---- which kernels there are ------------------------------------------------------------------------------------------------------------
+
+enum ModifierKind { kPlain, kSoftcap, kAlibi, kBias, kAny, kModifiers };
+
+/// Plain ones are compiled ahead of time, the others when they are called.
+template <class Params>
+struct Variants {
+  KernelOf<Params> kernel[2][kModifiers];  // float16, bfloat16
+  const KernelOf<Params>& of(AttentionType type, ModifierKind modifier) const { return kernel[type == AttentionType::bf16][modifier]; }
+};
+
+#define FLEXOPS_VARIANTS_OF(T, name, ...)                                                                                      \
+  {kernel<attention::name<T, __VA_ARGS__, Plain>>, rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, false, false>>>, \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, true, false>>>,                                                 \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, false, true>>>,                                                 \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, true, true>>>}
+#define FLEXOPS_VARIANTS(name, ...)                                                               \
+  {                                                                                               \
+    { FLEXOPS_VARIANTS_OF(f16, name, __VA_ARGS__), FLEXOPS_VARIANTS_OF(bf16, name, __VA_ARGS__) } \
+  }
+
+/// One tiling. `dim` and `dim_v`: the most columns that it takes.
+template <class Params>
+struct Forward {
+  int dim, dim_v, rows, keys, threads, bytes;
+  Variants<Params> variants;
+};
+template <int D, int DV, int G, int N>
+constexpr Forward<ForwardHopperParams> forward_hopper_tiling() {
+  using Shape = ForwardHopper<bf16, D, DV, G, N>;
+  return {D, DV, Shape::kM, N, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(forward_hopper, D, DV, G, N)};
+}
+template <int D, int DV, int kTiles, int N>
+constexpr Forward<ForwardParams> forward_tiling() {
+  using Shape = ForwardShape<bf16, D, DV, kTiles, N>;
+  return {D, DV, Shape::kM, N, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(forward, D, DV, kTiles, N)};
+}
+
+const Forward<ForwardHopperParams>& choose_forward_hopper(const Attention& p) {
+  static constexpr Forward<ForwardHopperParams> kTilings[] = {
+      forward_hopper_tiling<32, 32, 3, 128>(),   forward_hopper_tiling<64, 64, 3, 128>(),   forward_hopper_tiling<96, 96, 2, 128>(),
+      forward_hopper_tiling<128, 128, 2, 128>(), forward_hopper_tiling<192, 128, 2, 128>(), forward_hopper_tiling<192, 192, 2, 112>(),
+      forward_hopper_tiling<256, 256, 2, 80>()};
+  static constexpr Forward<ForwardHopperParams> kLong = forward_hopper_tiling<128, 128, 2, 176>();
+  for (const auto& tiling : kTilings) {
+    if (p.head_dim > tiling.dim || p.head_dim_v > tiling.dim_v) continue;
+    return tiling.dim == kLong.dim && p.length_k >= 8192 ? kLong : tiling;
+  }
+  return kTilings[6];
+}
+const Forward<ForwardParams>& choose_forward(const Attention& p) {
+  static constexpr Forward<ForwardParams> kTilings[] = {forward_tiling<32, 32, 2, 64>(),   forward_tiling<64, 64, 2, 128>(),
+                                                        forward_tiling<96, 96, 1, 128>(),  forward_tiling<128, 128, 2, 64>(),
+                                                        forward_tiling<192, 128, 1, 64>(), forward_tiling<192, 192, 1, 64>(),
+                                                        forward_tiling<256, 256, 1, 64>()};
+  for (const auto& tiling : kTilings) {
+    if (p.head_dim <= tiling.dim && p.head_dim_v <= tiling.dim_v) return tiling;
+  }
+  return kTilings[6];
+}
+
+/// One tiling backward, with the kernels before and after it.
+template <class Params>
+struct Backward {
+  int dim, rows, keys, threads, bytes;
+  Variants<Params> variants;
+  KernelOf<BackwardRowsParams> before[2], after[2];
+};
+template <int D, int M>
+constexpr Backward<BackwardHopperParams> backward_hopper_tiling() {
+  using Shape = BackwardHopper<bf16, D, D, M>;
+  return {D,
+          M,
+          Shape::kN,
+          Shape::kThreads,
+          Shape::kBytes,
+          FLEXOPS_VARIANTS(backward_hopper, D, D, M),
+          {kernel<attention::backward_before<f16, D>>, kernel<attention::backward_before<bf16, D>>},
+          {kernel<attention::backward_after<f16, D, M>>, kernel<attention::backward_after<bf16, D, M>>}};
+}
+template <int D, int M, int N, int kStages>
+constexpr Backward<BackwardParams> backward_tiling() {
+  using Shape = BackwardShape<bf16, D, D, M, N, kStages>;
+  return {D,
+          M,
+          N,
+          Shape::kThreads,
+          Shape::kBytes,
+          FLEXOPS_VARIANTS(backward, D, D, M, N, kStages),
+          {kernel<attention::backward_before<f16, D>>, kernel<attention::backward_before<bf16, D>>},
+          {kernel<attention::backward_after_mma<f16, D, M>>, kernel<attention::backward_after_mma<bf16, D, M>>}};
+}
+
+int64_t widest(const Attention& p) { return p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v; }
+
+const Backward<BackwardHopperParams>& choose_backward_hopper(const Attention& p) {
+  static constexpr Backward<BackwardHopperParams> kNarrow = backward_hopper_tiling<64, 64>(), kWide = backward_hopper_tiling<128, 64>();
+  return widest(p) <= kNarrow.dim ? kNarrow : kWide;
+}
+const Backward<BackwardParams>& choose_backward(const Attention& p) {
+  static constexpr Backward<BackwardParams> kTilings[] = {backward_tiling<64, 64, 128, 2>(), backward_tiling<128, 64, 128, 2>(),
+                                                          backward_tiling<128, 32, 128, 1>(), backward_tiling<256, 64, 64, 1>()};
+  for (const auto& tiling : kTilings) {
+    if (widest(p) <= tiling.dim && tiling.bytes <= gpu_facts().shared_of_block) return tiling;
+  }
+  return kTilings[3];
+}
+
+// ---- what kernels are told --------------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kSectionBytes = 32 << 20;  // of the L2 cache: of the heads that are worked on at the same time
+
+int as_window(int64_t keys) { return keys < 0 || keys > attention::kUnlimited ? attention::kUnlimited : static_cast<int>(keys); }
+
+Problem make_problem(const Attention& a) {
+  Problem p = {};
+  p.batch = static_cast<int>(a.batch), p.heads_q = static_cast<int>(a.heads_q), p.heads_k = static_cast<int>(a.heads_k);
+  p.group = static_cast<int>(a.heads_q / a.heads_k);
+  p.length_q = static_cast<int>(a.length_q), p.length_k = static_cast<int>(a.length_k);
+  p.cumulative_q = a.cumulative_q, p.cumulative_k = a.cumulative_k;
+  p.head_dim = static_cast<int>(a.head_dim), p.head_dim_v = static_cast<int>(a.head_dim_v);
+  p.window_left = as_window(a.window_left), p.window_right = as_window(a.window_right);
+  p.scale = a.scale, p.softcap = a.softcap;
+  p.bias = a.bias, p.bias_type = static_cast<attention::BiasType>(a.bias_type);
+  p.bias_batch = a.bias_strides[0], p.bias_head = a.bias_strides[1], p.bias_row = a.bias_strides[2], p.bias_column = a.bias_strides[3];
+  p.alibi = a.alibi, p.alibi_batch = a.alibi_strides[0], p.alibi_head = a.alibi_strides[1];
+  return p;
+}
+
+ModifierKind modifier_of(const Attention& a) {
+  const int features = (a.softcap > 0) + (a.alibi != nullptr) + (a.bias != nullptr);
+  if (features == 0) return a.scale > 0 ? kPlain : kAny;  // a plain maximum is the product's, which has to be the score's
+  return features > 1 ? kAny : a.softcap > 0 ? kSoftcap : a.alibi ? kAlibi : kBias;
+}
+
+attention::Tensor make_tensor(const AttentionTensor& t) { return {t.data, t.batch, t.row, t.head}; }
+
+/// How many heads' tiles are handed out together, a multiple of `group`.
+int section_of(int64_t heads, int64_t bytes_of_head, int64_t group) {
+  const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head / group * group : heads;
+  return static_cast<int>(least(heads, fitting > group ? fitting : group));
+}
+
+/// The copy engine's description of a tensor, of which it loads `rows` rows of a panel of columns at once. What lies outside is zeros.
+hopper::TensorMap make_map(const AttentionTensor& t, const Attention& a, int64_t columns, int64_t rows_there, int64_t heads,
+                           int tile_columns, int tile_rows) {
+  hopper::TensorMap map = {};
+  const int64_t sizes_there[4] = {columns, rows_there, heads, a.packed() ? 1 : a.batch};
+  const int64_t strides_there[3] = {t.row, t.head, t.batch};
+  uint64_t sizes[4], strides[3];
+  for (int d = 0; d < 4; ++d) sizes[d] = static_cast<uint64_t>(sizes_there[d]);
+  // The strides of dimensions with one entry mean nothing, to torch, but have to be multiples of 16 bytes.
+  for (int d = 0; d < 3; ++d) strides[d] = static_cast<uint64_t>(sizes_there[d + 1] > 1 ? strides_there[d] : ceil_div(columns, 8) * 8) * 2;
+  const bool wide = tile_columns % 64 == 0;
+  const unsigned box[4] = {wide ? 64u : 32u, static_cast<unsigned>(tile_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle64 = 2, kSwizzle128 = 3, kPromote256 = 3;  // CU_TENSOR_MAP_...
+  detail::note(detail::Driver::get().cuTensorMapEncodeTiled(&map, a.type == AttentionType::bf16 ? kBfloat16 : kFloat16, 4, t.data, sizes,
+                                                            strides, box, steps, 0, wide ? kSwizzle128 : kSwizzle64, kPromote256, 0));
+  return map;
+}
+
+// ---- forward ----------------------------------------------------------------------------------------------------------------------------
+
+ForwardParams make_forward(const AttentionForward& c, int64_t rows, int dim, int dim_v) {
+  const Attention& a = c.problem;
+  ForwardParams p = {};
+  p.problem = make_problem(a);
+  p.q = make_tensor(c.q), p.k = make_tensor(c.k), p.v = make_tensor(c.v), p.o = make_tensor(c.o);
+  p.lse = c.lse, p.lse_batch = c.lse_batch, p.lse_head = c.lse_head, p.sinks = a.sinks;
+  p.tiles = static_cast<int>(ceil_div(a.length_q, rows));
+  const int64_t group = a.heads_q / a.heads_k;
+  p.section = section_of(a.batch * a.heads_q, a.length_k * (dim + dim_v) * 2 / group, group);
+  return p;
+}
+
+constexpr const char* kTooMany = "attention has more tiles than a grid";
+bool fits_grid(int64_t tiles, int64_t batch, int64_t heads) { return tiles * batch * heads < int64_t{1} << 31; }
+
+// ---- backward ---------------------------------------------------------------------------------------------------------------------------
+
+int64_t padded_rows(const Attention& a) {
+  constexpr int64_t kTile = attention::kRowTile;
+  return kTile * (a.packed() ? ceil_div(a.rows_q + a.batch * kTile, kTile) : a.batch * ceil_div(a.length_q, kTile));
+}
+
+/// Both ways: the kernel, between those of rows. `queue` puts it into the stream.
+template <class Tiling, class Queue>
+const char* launch_backward(const AttentionBackward& c, const Tiling& tiling, void* workspace, void* stream, const Queue& queue) {
+  const Attention& a = c.problem;
+  const int64_t padded = padded_rows(a), rows = a.heads_q * padded, tiles = ceil_div(a.length_k, tiling.keys);
+  if (!fits_grid(tiles, a.batch, a.heads_k)) return kTooMany;
+  float *exponent = static_cast<float*>(workspace), *delta = exponent + rows, *sums = delta + rows;
+  const bool is_bf16 = a.type == AttentionType::bf16;
+
+  BackwardRowsParams r = {};
+  r.problem = make_problem(a);
+  r.o = make_tensor(c.o), r.d_o = make_tensor(c.d_o), r.dq = make_tensor(c.dq);
+  r.lse = c.lse, r.d_lse = c.d_lse, r.lse_batch = c.lse_batch, r.lse_head = c.lse_head;
+  r.exponent = exponent, r.delta = delta, r.dq_sums = sums, r.padded_rows = padded;
+
+  BackwardParams p = {};
+  p.problem = r.problem;
+  p.q = make_tensor(c.q), p.k = make_tensor(c.k), p.v = make_tensor(c.v), p.d_o = r.d_o, p.dk = make_tensor(c.dk), p.dv = make_tensor(c.dv);
+  p.exponent = exponent, p.delta = delta, p.dq_sums = sums, p.padded_rows = padded;
+  const int64_t heads = a.batch * a.heads_k, group = a.heads_q / a.heads_k;
+  p.section = section_of(heads, a.length_q * group * tiling.dim * 8, 1);  // Q, dO, and dQ in float32
+
+  const unsigned threads = attention::kRowThreads;
+  const bool some = a.length_q > 0;
+  if (some) launch(tiling.before[is_bf16], {blocks(ceil_div(a.length_q, attention::kRowTile), a.heads_q, a.batch), {threads}, stream}, r);
+  // In a fixed order, blocks of keys are launches of their own: within one, each element of dQ is added to once.
+  const int64_t each = c.deterministic ? 1 : tiles;
+  for (int64_t first = 0; first < tiles; first += each) {
+    p.first_tile = static_cast<int>(first), p.tiles = static_cast<int>(each);
+    queue(p, LaunchConfig{blocks(each * heads), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes});
+  }
+  if (some) launch(tiling.after[is_bf16], {blocks(ceil_div(a.length_q, tiling.rows), a.heads_q, a.batch), {threads}, stream}, r);
+  return last_error();
+}
+
+/// The copy engine cannot be told of tensors without rows.
+bool takes_hopper(const Attention& a) { return is_hopper() && a.rows_q > 0 && a.rows_k > 0; }
+bool takes_hopper_backward(const Attention& a) { return takes_hopper(a) && widest(a) <= 128; }
+bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
+
+}  // namespace
+
+int64_t attention_workspace(const AttentionForward& call) { return takes_hopper(call.problem) ? 256 : 0; }
+
+int64_t attention_workspace(const AttentionBackward& call) {
+  const Attention& a = call.problem;
+  if (is_empty(a)) return 0;
+  const int64_t dim = takes_hopper_backward(a) ? choose_backward_hopper(a).dim : choose_backward(a).dim;
+  return a.heads_q * padded_rows(a) * (2 + dim) * 4;
+}
+
+const char* attention_cuda(const AttentionForward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  if (is_empty(a) || a.length_q == 0) return nullptr;
+  const auto run = [&](const auto& tiling, const auto& queue) {
+    const ForwardParams p = make_forward(c, tiling.rows, tiling.dim, tiling.dim_v);
+    if (!fits_grid(p.tiles, a.batch, a.heads_q)) return kTooMany;
+    queue(tiling, p, LaunchConfig{blocks(p.tiles * a.batch * a.heads_q), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes});
+    return last_error();
+  };
+  if (!takes_hopper(a)) {
+    return run(choose_forward(a), [&](const auto& tiling, const ForwardParams& p, const LaunchConfig& config) {
+      launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+    });
+  }
+  return run(choose_forward_hopper(a), [&](const auto& tiling, const ForwardParams& call, LaunchConfig config) {
+    ForwardHopperParams p = {};
+    p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
+    p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+    p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
+    p.call = call, p.counter = static_cast<int*>(workspace);
+    set_zero(static_cast<uint32_t*>(workspace), 1, stream);
+    config.grid.x = static_cast<unsigned>(least(config.grid.x, gpu_facts().processors));
+    launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+  });
+}
+
+const char* attention_backward_cuda(const AttentionBackward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  if (is_empty(a)) return nullptr;
+  if (!takes_hopper_backward(a)) {
+    const auto& tiling = choose_backward(a);
+    return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& p, const LaunchConfig& config) {
+      launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+    });
+  }
+  const auto& tiling = choose_backward_hopper(a);
+  BackwardHopperParams p = {};
+  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
+  p.d_o = make_map(c.d_o, a, a.head_dim_v, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
+  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& call, const LaunchConfig& config) {
+    p.call = call;
+    launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+  });
+}
+
+}  // namespace flexops
+
+/// For tests, which run both ways on one GPU: 0 leaves Hopper's own kernels out.
+extern "C" __attribute__((visibility("default"))) void flexops_attention_hopper(int allowed) { flexops::hopper_allowed = allowed != 0; }
