@@ -1,4 +1,4 @@
-"""Attention's kernels through NVRTC, at the tiles that they were measured with. No launcher names them yet, so they are listed here."""
+"""Attention's kernels through NVRTC, those among them that are compiled at their first launch only: a sample of all tilings, and that all can be named."""
 
 from __future__ import annotations
 
