@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import optim as optim
+    from .kernels.definition import Kernel as Kernel
+    from .kernels.definition import kernel as kernel
     from .op_builder.extension import load as load
     from .op_builder.extension_inline import load_inline as load_inline
     from .op_builder.loader import FallbackWarning as FallbackWarning
@@ -54,6 +56,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "optim": "optim",
+    "kernel": "kernels.definition",
+    "Kernel": "kernels.definition",
     "load": "op_builder.extension",
     "load_inline": "op_builder.extension_inline",
     "status": "op_builder.loader",
@@ -91,10 +95,11 @@ _PUBLIC = {
     "dequantize": "ops.quant",
     "rotary_embedding": "ops.rope",
 }
-_NEED_TORCH = ("optim", "ops")
+_NEED_TORCH = ("optim", "ops", "kernels")
 
 __all__ = [
     "FallbackWarning",
+    "Kernel",
     "OpStatus",
     "QuantizedTensor",
     "__version__",
@@ -115,6 +120,7 @@ __all__ = [
     "dequantize_int8",
     "geglu",
     "grad_norm",
+    "kernel",
     "lamb_",
     "layer_norm",
     "linear_cross_entropy",

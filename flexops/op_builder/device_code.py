@@ -31,6 +31,7 @@ from . import cache_key, includes
 from .cache import BuildCache, Entry
 from .cache_key import Digests
 from .manifest import Manifest, file_crc32
+from .spec import OpSpec
 
 if TYPE_CHECKING:
     from ..toolchain.nvrtc import DeviceCompiler
@@ -60,6 +61,7 @@ class KernelPlan(NamedTuple):
         compiler: what compiles it.
         roots: what includes are relative to, with their names.
         files: the headers that it reaches, relocatable name -> sha256.
+        options: of this kernel alone, as NVRTC spells them.
     """
 
     name: str
@@ -70,6 +72,7 @@ class KernelPlan(NamedTuple):
     compiler: DeviceCompiler
     roots: Roots
     files: Digests
+    options: tuple[str, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -186,6 +189,53 @@ def plan_kernel(
     fields = [("kernel", expression), ("source", source), ("architecture", spelled), ("compiler", compiler.identity), ("options", " ".join(_OPTIONS))]
     key = cache_key.digest_fields([*fields, *sorted(files.items())])
     return KernelPlan(artifact_name(family, spelled, expression), key, expression, source, architecture, compiler, roots, files)
+
+
+class TextKernel(NamedTuple):
+    """A kernel in a source text of somebody's own, which may include our headers, and those of the directories ``include``.
+
+    ``options`` are NVRTC's.
+    """
+
+    family: str
+    text: str
+    expression: str
+    csrc: Path
+    include: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> OpSpec:
+        """Where its artifacts are, and whose headers can have changed: flexops' own."""
+        return OpSpec(self.family, (), files=())
+
+    def name(self, architecture: str) -> str:
+        return artifact_name(self.family, architecture, self._digest(self._reached()))
+
+    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
+        reached, roots = self._reached(), self._roots()
+        files = {_name_under(path, roots): digest for path, digest in reached.items() if not os.path.isabs(_name_under(path, roots))}
+        spelled = architecture.capability.sm if architecture.sass else architecture.capability.compute
+        digest = self._digest(reached)
+        fields = [("text", digest), ("architecture", spelled), ("compiler", compiler.identity), ("options", " ".join(_OPTIONS)), *sorted(files.items())]
+        name, key = artifact_name(self.family, spelled, digest), cache_key.digest_fields(fields)
+        return KernelPlan(name, key, self.expression, self.text, architecture, compiler, roots, files, self.options)
+
+    def mend(self, _: ComputeCapability) -> str:
+        return "unset FLEXOPS_JIT"
+
+    def _roots(self) -> Roots:
+        """The compiler itself looks where it runs for what stands in quotes."""
+        own = ((f"<include {number}>", Path(path)) for number, path in enumerate((*self.include, os.getcwd())))
+        return (*own, ("<csrc>", self.csrc))
+
+    def _reached(self) -> Digests:
+        return {path: cache_key.file_digest(path) for path in includes.own_headers(self.text, os.getcwd(), [str(root) for _, root in self._roots()])}
+
+    def _digest(self, reached: Digests) -> str:
+        """Of all but the compiler and the headers of this package: what is found under a name made of it is of this text, whoever compiled it."""
+        own = [("header", digest) for path, digest in reached.items() if not path.startswith(f"{self.csrc}/")]
+        return cache_key.digest_fields([("kernel", self.expression), ("source", self.text), ("options", "\0".join(self.options)), *own])
 
 
 def obtain(
@@ -316,7 +366,7 @@ def _single_flight(plan: KernelPlan, cache: BuildCache, worker: _Worker, time_li
 def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Worker, time_limit: float) -> Entry:
     directory.mkdir()
     code = directory / plan.file_name
-    symbol = worker.compile(plan, code, time_limit)
+    symbol, log = worker.compile(plan, code, time_limit)
     if any(digest != cache_key.file_digest(_place(name, plan.roots)) for name, digest in plan.files.items()):
         raise CompileError(f"the headers of {plan.expression} changed while it was being compiled", fix="run it again")
     manifest = Manifest(
@@ -334,13 +384,32 @@ def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Work
         kernel=plan.expression,
         symbol=symbol,
         compiler=str(plan.compiler),
+        resources=resources_in(log),
     )
     return cache.store(directory, manifest)
 
 
 # ---- compilers -----------------------------------------------------------------------------------------------------------------------------
 
-_OPTIONS = ("--std=c++17", "-diag-suppress=177")  # 177: declared and not used, in instantiations that need it not
+# 177: declared and not used, in instantiations that need it not. -v: what resources_in() reads.
+_OPTIONS = ("--std=c++17", "-diag-suppress=177", "--ptxas-options=-v")
+_RESOURCES = {
+    "registers": r"Used (\d+) registers",
+    "stack": r"(\d+) bytes stack frame",
+    "spill_stores": r"(\d+) bytes spill stores",
+    "spill_loads": r"(\d+) bytes spill loads",
+    "shared": r"(\d+) bytes smem",
+    "barriers": r"used (\d+) barriers",
+}
+"""What ptxas tells of a kernel: registers of a thread; bytes of its stack and of what it spills there; bytes of a block's static shared memory."""
+
+
+def resources_in(log: str) -> dict[str, int]:
+    """What one kernel takes, from what ptxas said; empty for PTX, of which it says nothing."""
+    if "ptxas info" not in log:
+        return {}
+    _, _, own = log.rpartition("Compiling entry function")
+    return {name: int(found[1]) if (found := re.search(pattern, own)) else 0 for name, pattern in _RESOURCES.items()}
 
 
 class _Worker:
@@ -351,12 +420,15 @@ class _Worker:
         self.alive = True
         self.process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, plan: KernelPlan, output: Path, time_limit: float) -> str:
-        """Write the plan's code to ``output``; returns the symbol under which the driver knows the kernel. Raises ``CompileError``."""
+    def compile(self, plan: KernelPlan, output: Path, time_limit: float) -> tuple[str, str]:
+        """Write the plan's code to ``output``; returns the symbol under which the driver knows the kernel, and what the compiler said.
+
+        Raises ``CompileError``.
+        """
         answer = self._nvrtc(plan, output, time_limit) if self.compiler.kind == "nvrtc" else self._nvcc(plan, output, time_limit)
         if "error" in answer:
             raise _failed(plan, answer["error"], answer.get("log", ""))
-        return answer["symbol"]
+        return answer["symbol"], answer.get("log", "")
 
     def stop(self) -> None:
         self.alive = False
@@ -370,7 +442,7 @@ class _Worker:
 
     def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
         spelled = plan.architecture.capability.sm if plan.architecture.sass else plan.architecture.capability.compute
-        options = [f"--gpu-architecture={spelled}", *_OPTIONS, *(f"-I{path}" for _, path in plan.roots)]
+        options = [f"--gpu-architecture={spelled}", *_OPTIONS, *plan.options, *(f"-I{path}" for _, path in plan.roots)]
         job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
         if self.process is None:
             command = [sys.executable, "-I", "-S", str(_WORKER), str(self.compiler.path), str(self.compiler.builtins)]
@@ -401,7 +473,7 @@ class _Worker:
         capability = plan.architecture.capability
         spelled = ["-cubin", f"-arch={capability.sm}"] if plan.architecture.sass else ["-ptx", f"-arch={capability.compute}"]
         include = [f"-I{path}" for _, path in plan.roots]
-        command = [str(self.compiler.path), *spelled, "-std=c++17", "-diag-suppress=177", *include, "-o", str(output), str(source)]
+        command = [str(self.compiler.path), *spelled, *_OPTIONS, *plan.options, *include, "-o", str(output), str(source)]
         try:
             with _fork.postponed():
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -416,7 +488,7 @@ class _Worker:
             source.unlink(missing_ok=True)
         if process.returncode:
             return {"error": f"nvcc ended with status {process.returncode}", "log": said + errors}
-        return {"symbol": _symbol_in(output)}
+        return {"symbol": _symbol_in(output), "log": said + errors}
 
 
 def _read_line(stream: IO[bytes], time_limit: float) -> bytes:
@@ -442,11 +514,17 @@ def _symbol_in(code: Path) -> str:
 
 
 def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor") -> CompileError:
-    lines = [line for line in log.splitlines() if re.search(r"\berror\b", line)]
-    found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:6])
+    lines = _error_lines(log)
+    found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:12])
     where = f"{plan.architecture.capability.sm} with {plan.compiler} ({plan.compiler.path})"
     fix = "mend the line named above" if lines else fix
     return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix)
+
+
+def _error_lines(log: str) -> list[str]:
+    """The errors in what a compiler said, each with its line of the source and the caret under it."""
+    blocks = re.split(r"\n\s*\n", log)
+    return [line for block in blocks if re.match(r".*\berror\b", block) and "detected in the compilation" not in block for line in block.splitlines()[:5]]
 
 
 # ---- headers -------------------------------------------------------------------------------------------------------------------------------
@@ -468,7 +546,13 @@ def _reached(source: str, roots: Roots) -> tuple[str, ...]:
     path = _place(source, roots)
     with open(path, encoding="utf-8") as stream:
         found = includes.own_headers(stream.read(), os.path.dirname(path), [str(root) for _, root in roots])
-    return tuple(next(f"{name}{reached[len(str(root)) :]}" for name, root in roots if reached.startswith(f"{root}/")) for reached in found)
+    return tuple(_name_under(reached, roots) for reached in found)
+
+
+def _name_under(path: str, roots: Roots) -> str:
+    """``<root>/folder/name`` of a path, by the innermost root; the path itself if it is under none."""
+    name, root = max((one for one in roots if path.startswith(f"{one[1]}/")), key=lambda one: len(str(one[1])), default=("", ""))
+    return f"{name}{path[len(str(root)) :]}"
 
 
 def _place(name: str, roots: Roots) -> str:

@@ -44,6 +44,7 @@ class Manifest:
         glibc, glibcxx: the newest symbol versions that the library needs, "" for none.
         files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
         kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does, and what compiled it.
+        resources: of device code: registers, stack, spills and shared memory, as ptxas told them.
         flexops: the version of flexops that planned the build.
         abi: ``ABI`` of that flexops; 0 in manifests that do not say.
         own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
@@ -66,6 +67,7 @@ class Manifest:
     kernel: str = ""
     symbol: str = ""
     compiler: str = ""
+    resources: dict[str, int] = field(default_factory=dict)
     flexops: str = __version__
     schema: str = SCHEMA
     abi: int = ABI
@@ -104,6 +106,8 @@ def _check(name: str, value: Any) -> None:
         good = isinstance(value, list) and all(isinstance(item, str) and (name == "isa_levels" or _is_architecture(item)) for item in value)
     elif name == "files":
         good = isinstance(value, dict) and all(_is_path(item) and isinstance(digest, str) for item, digest in value.items())
+    elif name == "resources":
+        good = isinstance(value, dict) and all(type(number) is int and 0 <= number < 2**31 for number in value.values())
     elif name in ("size", "abi"):
         good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in ("cuda_version", "glibc", "glibcxx"):

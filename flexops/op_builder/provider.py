@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _fork, settings, toolchain
 from ..compute_capability import Architecture, ComputeCapability
-from ..errors import FlexopsError, NativeUnavailableError
+from ..errors import CompileError, FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
 from . import device_code, layout, loader
 from .cache import Entry, read_entry
@@ -26,17 +26,37 @@ if TYPE_CHECKING:
     from ..toolchain.nvrtc import DeviceCompiler
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 _lock = _fork.Lock()
 _kept: list[Any] = []  # callbacks: C++ holds their addresses
 
 
+class FamilyKernel(NamedTuple):
+    """A kernel of a family's headers."""
+
+    spec: OpSpec
+    expression: str
+
+    def name(self, architecture: str) -> str:
+        return device_code.artifact_name(self.spec.name, architecture, self.expression)
+
+    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
+        return plan_kernel(self.spec, self.expression, architecture, compiler)
+
+    def mend(self, capability: ComputeCapability) -> str:
+        return f'flexops build {self.spec.name} --arch "{capability}"'
+
+
+AnyKernel = FamilyKernel | device_code.TextKernel
+
+
 class Driver:
     """What is called of libcuda.so.1."""
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        self.library = ctypes.CDLL(library)
 
     def capability(self, device: int) -> ComputeCapability:
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -57,11 +77,24 @@ class Driver:
         self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
         return kernel.value or 0
 
+    def allow_shared(self, kernel: int, size: int, device: int) -> None:
+        """Let a kernel have so many bytes of dynamic shared memory."""
+        self._check(self.library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, ctypes.c_void_p(kernel), device))
+
+    def enter_context(self, device: int) -> None:
+        """What the runtime does on a thread on which it has not run yet."""
+        context = ctypes.c_void_p()
+        self._check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self._check(self.library.cuCtxSetCurrent(context))
+
+    def error_text(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        self.library.cuGetErrorString(status, ctypes.byref(text))
+        return (text.value or b"unknown error").decode()
+
     def _check(self, status: int) -> None:
         if status:
-            text = ctypes.c_char_p()
-            self.library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError((text.value or b"unknown error").decode())
+            raise RuntimeError(self.error_text(status))
 
 
 @functools.cache
@@ -79,7 +112,7 @@ def attach(library: Path, spec: OpSpec) -> None:
             with _lock.held():
                 known = handles.get((name, capability))
                 if known is None:
-                    known = handles[name, capability] = _load(spec, device_code.expression_of(name), capability)
+                    known = handles[name, capability] = load(FamilyKernel(spec, device_code.expression_of(name)), capability)
             return known
         except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
             text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
@@ -96,7 +129,7 @@ def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapabilit
     names = device_code.names_in(library)
     for capability in capabilities:
         wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
-        lacking = sum(next(_ready(spec, name, [*machine_code(capability), *ptx(capability)], []), None) is None for name in wanted)
+        lacking = sum(next(_ready(FamilyKernel(spec, name), [*machine_code(capability), *ptx(capability)], []), None) is None for name in wanted)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
             return Refusal(f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
@@ -116,40 +149,50 @@ def ptx(capability: ComputeCapability) -> Iterator[str]:
     yield from (one.compute for one in reversed(known) if not one.suffix and one <= capability)
 
 
-def _load(spec: OpSpec, expression: str, capability: ComputeCapability) -> int:
+def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
+    """A CUkernel for GPUs of one capability: of code that is there, or is compiled now.
+
+    Raises:
+        NativeUnavailableError: there is none, for the reasons that it names.
+        CompileError: a kernel of somebody's own text does not compile.
+    """
     refusals: list[Refusal] = []
-    for entry in _entries(spec, expression, capability, refusals):
+    for entry in _entries(kernel, capability, refusals):
         try:
             return driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
         except (OSError, RuntimeError) as error:
             refusals.append(Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(refusal.reason for refusal in refusals)
-    raise NativeUnavailableError(f"flexops has no code of the kernel {expression} for a GPU of capability {capability}", found=found, fix=fix)
+    raise NativeUnavailableError(f"flexops has no code of the kernel {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
 
 
-def _entries(spec: OpSpec, expression: str, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+def _entries(
+    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
+) -> Iterator[Entry]:
     """Code to try, best first; what is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first, comes last."""
-    yield from _ready(spec, expression, machine_code(capability), refusals)
+    yield from _ready(kernel, machine_code(capability), refusals)
     if settings.current().jit:
-        yield from _compiled(spec, expression, capability, refusals)
+        yield from _compiled(kernel, capability, refusals)
     else:
-        refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", f'flexops build {spec.name} --arch "{capability}"'))
-    yield from _ready(spec, expression, ptx(capability), refusals)
+        refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)))
+    yield from _ready(kernel, ptx(capability), refusals)
 
 
-def _ready(spec: OpSpec, expression: str, architectures: Iterable[str], refusals: list[Refusal]) -> Iterator[Entry]:
+def _ready(
+    kernel: AnyKernel, architectures: Iterable[str], refusals: list[Refusal]
+) -> Iterator[Entry]:
     """What was compiled before, from these very sources, for one of these architectures: at install, or in the cache."""
     cache = loader.open_cache(settings.current())
     usable = not cache.problem()
     for architecture in architectures:
-        name = device_code.artifact_name(spec.name, architecture, expression)
-        entry, damage = read_entry(spec.project.aot / name)
+        name = kernel.name(architecture)
+        entry, damage = read_entry(kernel.spec.project.aot / name)
         if damage:
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
             whole: Entry | None = one
-            refusal = loader.stale(one, spec) or _too_new(one)
+            refusal = loader.stale(one, kernel.spec) or _too_new(one)
             if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
             if refusal:
@@ -158,15 +201,17 @@ def _ready(spec: OpSpec, expression: str, architectures: Iterable[str], refusals
                 yield whole
 
 
-def _compiled(spec: OpSpec, expression: str, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
     chosen = settings.current()
     try:
         choice = compiler_for(chosen, (capability,))
         for note in choice.notes:
             logging.getLogger("flexops").warning("%s", note)
-        plan = plan_kernel(spec, expression, choice.architectures[0], choice.compiler)
+        plan = kernel.plan(choice.architectures[0], choice.compiler)
         yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
     except FlexopsError as error:
+        if isinstance(error, CompileError) and isinstance(kernel, device_code.TextKernel):
+            raise
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
 
 

@@ -60,6 +60,15 @@ def builtin(op: Any) -> Callable[..., Any]:
 has_kernel: Callable[[str, str], bool] = getattr(_C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True)
 """Whether an op, named with its namespace, has a kernel of its own for a dispatch key: a library that was loaded has one for each of its ops."""
 
+count_of_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+"""How many dispatch modes are active; where that cannot be asked, calls go by the dispatcher, which knows."""
+
+current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+"""The number of torch's current GPU."""
+
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+"""The handle of torch's current stream on a GPU."""
+
 
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
     """Let ``torch.utils.flop_counter`` know what ops cost: each formula takes the op's arguments, and gives a number."""

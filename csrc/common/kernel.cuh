@@ -1,0 +1,42 @@
+// What device code in a string finds without including anything (flexops.kernel): integers of fixed width, and bfloat16 and float16 that
+// become a float, and are made of one, by themselves. No header of CUDA's is needed.
+//
+//   template <typename T>
+//   __global__ void scale(const T* x, T* out, float factor, int64_t n) { ...  out[i] = x[i] * factor; }
+#pragma once
+
+#include "common/dtypes.cuh"
+
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+typedef unsigned long uintptr_t;
+typedef long ptrdiff_t;
+#endif
+
+namespace flexops {
+
+/// A number of 16 bits, as memory has it: it is computed with in float, and rounded to nearest even when it is stored.
+template <typename Bits>
+struct Number {
+  u16 bits;
+
+  Number() = default;
+  FLEXOPS_DEVICE Number(float value) : bits(from_float<Bits>(value).bits) {}
+  FLEXOPS_DEVICE operator float() const { return to_float(Bits{bits}); }
+  FLEXOPS_DEVICE Number& operator+=(float other) { return *this = Number(*this + other); }
+  FLEXOPS_DEVICE Number& operator-=(float other) { return *this = Number(*this - other); }
+  FLEXOPS_DEVICE Number& operator*=(float other) { return *this = Number(*this * other); }
+  FLEXOPS_DEVICE Number& operator/=(float other) { return *this = Number(*this / other); }
+};
+
+}  // namespace flexops
+
+using bfloat16 = flexops::Number<flexops::bf16>;
+using float16 = flexops::Number<flexops::f16>;

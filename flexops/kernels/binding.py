@@ -1,0 +1,344 @@
+"""Which of an operator's arguments and results each parameter of a kernel gets, and the Python of a call, written once when a kernel is defined.
+
+The text of a call for ``scale(Tensor x, float factor) -> Tensor`` and ``scale(const T* x, T* out, float factor, int64_t n)`` is, in short,
+
+    out = empty_like(x)
+    kernel = kernels.get((device, x.dtype)) or prepare(...)
+    pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ..., x.data_ptr(), out.data_ptr(), factor, out.numel())
+    launch(config, kernel, None, extra)
+
+so that a call costs what these lines cost. Everything that can be wrong with a definition is found here, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import FlexopsError
+from .signature import ELEMENTS, SCALARS, Signature
+
+Function = Callable[..., Any]
+_DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
+
+
+class Argument(NamedTuple):
+    """An argument of the operator; ``type`` as torch writes it."""
+
+    name: str
+    type: str
+    mutable: bool = False
+    keyword_only: bool = False
+    has_default: bool = False
+    default: Any = None
+
+    @property
+    def tensor(self) -> bool:
+        return self.type in ("Tensor", "Optional[Tensor]")
+
+    @property
+    def optional(self) -> bool:
+        return self.type.startswith("Optional")
+
+
+class Schema(NamedTuple):
+    """An operator's schema; ``results`` are the names of the tensors that it returns: ``out`` where the schema has none."""
+
+    text: str
+    qualname: str
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.qualname.partition("::")[2]
+
+    @property
+    def tensors(self) -> tuple[Argument, ...]:
+        return tuple(argument for argument in self.arguments if argument.tensor)
+
+
+class Options(NamedTuple):
+    """What ``flexops.kernel`` was given besides source and schema."""
+
+    grid: Any = None
+    block: Any = 256
+    shared: Any = 0
+    cluster: Any = None
+    args: Mapping[str, Any] = {}
+    template: Mapping[str, Any] = {}
+    out: Any = None
+    strided: bool = False
+
+
+class Bound(NamedTuple):
+    """What a definition comes to.
+
+    Attributes:
+        values: the Python expression of each parameter's value.
+        letters: of ``struct``, for each parameter.
+        typed: (tensor, type of the pointer that it becomes, or the template's parameter) for each pointer.
+        template: (name, expression) of each of the kernel's template arguments that is a value.
+        functions: what expressions call.
+        text: the Python of ``run`` (the launch), ``fake``, ``values`` (of the template), ``complete`` (the arguments by name), ``refer`` (if there is a
+            reference) and ``__call__(self, ...)``.
+    """
+
+    values: tuple[str, ...]
+    letters: tuple[str, ...]
+    typed: tuple[tuple[str, str], ...]
+    template: tuple[tuple[str, str], ...]
+    functions: dict[str, Any]
+    text: str
+
+
+def bind(signature: Signature, schema: Schema, options: Options, reference: Function | None = None) -> Bound:
+    """Raises ``FlexopsError`` for a definition whose parts do not fit together."""
+    functions: dict[str, Any] = {}
+    inputs = [argument.name for argument in schema.arguments]
+    known = [*inputs, *schema.results]
+    values, letters = [], []
+    for parameter in signature.parameters:
+        if not parameter.pointer and parameter.type not in SCALARS:
+            raise _wrong(schema, f"the parameter {parameter} cannot be passed by value", f"one of {', '.join(SCALARS)}, or a pointer")
+        letters.append("Q" if parameter.pointer else SCALARS[parameter.type])
+        values.append(_value(parameter.name, parameter.pointer, schema, options, functions, known, signature))
+    if unused := sorted(set(options.args) - {parameter.name for parameter in signature.parameters}):
+        raise _wrong(schema, f"args names {', '.join(unused)}", f"parameters of {signature.name}: {', '.join(one.name for one in signature.parameters)}")
+    template = tuple(_template(signature, schema, options, functions, inputs))
+    tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
+    typed = tuple((one.name, one.type) for one in signature.parameters if one.pointer and one.name in tensors)
+    bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
+    pieces = {
+        "run": _run(signature, schema, options, bound, known),
+        "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
+        "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
+        "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
+        "refer": [f"{'return ' if schema.results else ''}{_evaluated('_reference', reference, schema, functions, inputs)}"] if reference else [],
+    }
+    declared = ", ".join(map(_declared, schema.arguments))
+    text = "".join(f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines) for name, lines in pieces.items() if lines)
+    return bound._replace(text=text + _call(schema))
+
+
+def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
+    """The kernel as C++ names it, with its template's arguments; what has a default may be left out at the end."""
+    given = [arguments.get(one.name, "") for one in signature.template]
+    while given and not given[-1]:
+        given.pop()
+    return f"{signature.name}<{', '.join(given)}>" if given else signature.name
+
+
+def _value(name: str, pointer: bool, schema: Schema, options: Options, functions: dict[str, Any], known: Sequence[str], signature: Signature) -> str:
+    """The expression of one parameter: what ``args`` says, an argument or result of its name, a size of one, or the number of elements."""
+    if name in options.args:
+        return _evaluated(f"_args_{name}", options.args[name], schema, functions, known)
+    found = next((argument for argument in schema.arguments if argument.name == name), None)
+    if found and found.tensor != pointer:
+        what = "a tensor, whose pointer it would be" if found.tensor else "no tensor"
+        raise _wrong(schema, f"the parameter {name} of {signature.name} and the argument {found.type} {name} do not fit: that is {what}", "one of their kind")
+    if found and found.tensor and found.optional:
+        return f"(0 if {name} is None else {name}.data_ptr())"
+    if found or name in schema.results:
+        if not found and not pointer:
+            raise _wrong(schema, f"the parameter {name} is a result, and no pointer", f"T* {name}")
+        return f"{name}.data_ptr()" if pointer else name
+    derived = _DERIVED.fullmatch(name)
+    if derived and derived[1] in (*(tensor.name for tensor in schema.tensors), *schema.results) and not pointer:
+        return f"{derived[1]}.numel()" if derived[2] == "numel" else f"{derived[1]}.{derived[2][:-1]}({derived[2][-1]})"
+    if name == "n" and not pointer:
+        return f"{_counted(schema)}.numel()"
+    sizes = f"{schema.tensors[0].name}_numel, {schema.tensors[0].name}_size0, {schema.tensors[0].name}_stride0, n (elements of {_counted(schema)})"
+    raise _wrong(
+        schema, f"nothing says what the parameter {name} of {signature.name} (line {signature.line}) gets",
+        f"a name of the schema ({', '.join(known)}), a size ({sizes}), or args={{{name!r}: lambda {', '.join(a.name for a in schema.arguments)}: ...}}",
+    )  # fmt: skip
+
+
+def _counted(schema: Schema) -> str:
+    """The tensor whose elements a kernel goes through if nothing else is said."""
+    mutable = [tensor.name for tensor in schema.tensors if tensor.mutable]
+    return [*schema.results, *mutable, schema.tensors[0].name][0]
+
+
+def _template(signature: Signature, schema: Schema, options: Options, functions: dict[str, Any], inputs: Sequence[str]) -> Iterable[tuple[str, str]]:
+    for one in signature.template:
+        if one.name in options.template:
+            yield one.name, _evaluated(f"_template_{one.name}", options.template[one.name], schema, functions, inputs)
+        elif one.kind != "typename" and one.name in inputs:
+            yield one.name, one.name
+        elif one.kind != "typename" and not one.has_default:
+            raise _wrong(schema, f"nothing says what the template's {one.kind} {one.name} is", f"template={{{one.name!r}: ...}}, or an argument of that name")
+        elif one.kind == "typename" and not one.has_default and not _deduced(one.name, signature, schema):
+            required = f"a parameter {one.name}* of a tensor's name, or template={{{one.name!r}: 'float'}}"
+            raise _wrong(schema, f"no tensor tells the template's type {one.name}", required)
+    if unknown := sorted(set(options.template) - {one.name for one in signature.template}):
+        have = ", ".join(one.name for one in signature.template) or "none"
+        raise _wrong(schema, f"template names {', '.join(unknown)}", f"the template's parameters of {signature.name}: {have}")
+
+
+def _deduced(name: str, signature: Signature, schema: Schema) -> bool:
+    tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
+    return any(one.pointer and one.type == name and one.name in tensors for one in signature.parameters)
+
+
+def _evaluated(label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]) -> str:
+    """A constant, or a call of what was given by name with those of ``known`` that it asks for."""
+    functions[label] = given
+    if not callable(given):
+        return label
+    try:
+        parameters = list(inspect.signature(given).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions
+        parameters = None
+    if parameters is None or any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return f"{label}({', '.join(argument.name for argument in schema.arguments)})"
+    if unknown := [one.name for one in parameters if one.name not in known and one.default is one.empty]:
+        what = label.strip("_").replace("_", " of ", 1)
+        raise _wrong(schema, f"the function given for {what} asks for {', '.join(unknown)}", f"names of the schema: {', '.join(known)}")
+    by_name = {one.name: f"{one.name}={one.name}" if one.kind is one.KEYWORD_ONLY else one.name for one in parameters}
+    return f"{label}({', '.join(text for name, text in by_name.items() if name in known)})"
+
+
+def _run(signature: Signature, schema: Schema, options: Options, bound: Bound, known: Sequence[str]) -> Iterable[str]:
+    inputs, functions = [argument.name for argument in schema.arguments], bound.functions
+    first = next(tensor.name for tensor in schema.tensors if not tensor.optional)
+    yield f"_device = {first}.get_device()"
+    yield "if _device != _current_device():"
+    yield f"    with _guard(_device): return run({', '.join(inputs)})"
+    yield from _made(signature, schema, options, functions, inputs)
+    yield f"_key = ({_key(schema, bound, first)},)"
+    yield "_kernel = _kernels.get(_key)"
+    yield "if _kernel is None:"
+    everything = ", ".join(f"{name!r}: {name}" for name in known)
+    template = ", ".join(f"{name!r}: {text}" for name, text in bound.template)
+    yield f"    _kernel = _prepare(_key, _device, {{{everything}}}, {{{template}}})"
+    yield from _dimensions("_block", options.block, schema, functions, inputs)
+    if options.grid is None:
+        count = f"{_counted(schema)}.numel()"
+        yield f"_grid_x, _grid_y, _grid_z = -(-{count} // (_block_x * _block_y * _block_z)), 1, 1"
+    else:
+        yield from _dimensions("_grid", options.grid, schema, functions, known)
+    returned = _returned(schema)
+    yield f"if _grid_x * _grid_y * _grid_z == 0: {returned}"
+    yield f"_shared = {_evaluated('_shared_of', options.shared, schema, functions, known)}"
+    if callable(options.shared) or options.shared > 0:
+        yield "if _shared > _WITHOUT_ASKING: _allow(_kernel, _shared, _device)"
+    yield "_memory, _config, _attribute, _extra = _buffers.all"
+    values = ", ".join(bound.values)
+    attribute = "_attribute, 1" if options.cluster else "0, 0"
+    yield "try:"
+    config = "_grid_x, _grid_y, _grid_z, _block_x, _block_y, _block_z, _shared, _stream(_device)"
+    yield f"    _pack(_memory, 0, {config}, {attribute}, {values})".replace(", )", ")")
+    yield "except _NOT_PACKED:"
+    yield f"    _explain((_grid_x, _grid_y, _grid_z), (_block_x, _block_y, _block_z), _shared, ({values + ',' if values else ''}))"
+    yield "    raise"
+    yield "_status = _launch(_config, _kernel, None, _extra)"
+    yield "if _status: _failed(_status, _device, _config, _kernel, _extra, (_grid_x, _grid_y, _grid_z), (_block_x, _block_y, _block_z), _shared)"
+    yield returned
+
+
+def _made(signature: Signature, schema: Schema, options: Options, functions: dict[str, Any], inputs: Sequence[str]) -> Iterable[str]:
+    """Lines that make contiguous what becomes a pointer, and the results: of fake tensors, too."""
+    pointers = {parameter.name for parameter in signature.parameters if parameter.pointer}
+    for tensor in schema.tensors:
+        if not options.strided and tensor.name in pointers:
+            there = f"{tensor.name} is not None and " if tensor.optional else ""
+            yield f"if {there}not {tensor.name}.is_contiguous():"
+            yield f"    _refuse_strides({tensor.name!r})" if tensor.mutable else f"    {tensor.name} = {tensor.name}.contiguous()"
+    if callable(options.out):
+        yield f"{', '.join(schema.results)} = {_evaluated('_out', options.out, schema, functions, inputs)}"
+    elif schema.results:
+        yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
+
+
+def _like(schema: Schema, options: Options) -> str:
+    """The tensor that the one result is like."""
+    given = options.out or next(tensor.name for tensor in schema.tensors if not tensor.optional)
+    names = [tensor.name for tensor in schema.tensors if not tensor.optional]
+    if len(schema.results) != 1 or given not in names:
+        raise _wrong(schema, f"out is {options.out!r}", f"one of {', '.join(names)}, which the one result is like, or a function that returns the result(s)")
+    return str(given)
+
+
+def _returned(schema: Schema) -> str:
+    return f"return {', '.join(schema.results)}".rstrip()
+
+
+def _dimensions(label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]) -> Iterable[str]:
+    """Lines that give ``<label>_x``, ``_y`` and ``_z`` from a number, up to three of them, or a function that returns such."""
+    names = ", ".join(f"{label}_{axis}" for axis in "xyz")
+    if not callable(given):
+        dimensions = (*(given if isinstance(given, (tuple, list)) else (given,)), 1, 1)[:3]
+        if not all(isinstance(size, int) for size in dimensions):
+            raise _wrong(schema, f"{label.strip('_')} is {given!r}", "a whole number, up to three of them, or a function that returns such")
+        yield f"{names} = {', '.join(map(str, dimensions))}"
+        return
+    text = _evaluated(f"{label}_of", given, schema, functions, known)
+    yield f"{label} = {text}"
+    yield f"if type({label}) is int: {names} = {label}, 1, 1"
+    yield f"else: {names} = (*{label}, 1, 1)[:3]"
+
+
+def _key(schema: Schema, bound: Bound, first: str) -> str:
+    """What decides which compiled kernel a call takes, and all that is checked of its tensors: a new combination is looked at by ``_prepare``."""
+    pieces = ["_device"]
+    for tensor in schema.tensors:
+        alone = f"{tensor.name}.dtype" if tensor.name == first else f"{tensor.name}.dtype, {tensor.name}.get_device()"
+        pieces.append(f"(None if {tensor.name} is None else ({alone}))" if tensor.optional else alone)
+    return ", ".join([*pieces, *(text for _, text in bound.template)])
+
+
+def _call(schema: Schema) -> str:
+    """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it."""
+    positional = [_declared(argument) for argument in schema.arguments if not argument.keyword_only]
+    keywords = [_declared(argument) for argument in schema.arguments if argument.keyword_only]
+    declared = ", ".join(["_self", *positional, *(["*", *keywords] if keywords else [])])
+    forwarded = ", ".join(f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments)
+    names = ", ".join(argument.name for argument in schema.arguments)
+    conditions = ["_is_compiling()", "_compiler._is_compiling_flag"]
+    for tensor in schema.tensors:
+        plain = f"type({tensor.name}) in _PLAIN and {tensor.name}.is_cuda"
+        conditions.append(f"not ({tensor.name} is None or {plain})" if tensor.optional else f"not ({plain})")
+    grads = " or ".join(f"({one.name} is not None and {one.name}.requires_grad)" if one.optional else f"{one.name}.requires_grad" for one in schema.tensors)
+    conditions += ["_modes()", "_is_transforming()", f"(({grads}) and _is_grad_enabled())"]
+    return (
+        f"def __call__({declared}):\n"
+        f"    if {' or '.join(conditions)}:\n"
+        f"        return _op({forwarded})\n"
+        f"    try:\n"
+        f"        return run({names})\n"
+        f"    except _MISSING as error:\n"
+        f"        return _fall_back(error, ({names},))\n"
+    )
+
+
+def _declared(argument: Argument) -> str:
+    return f"{argument.name}=_default_{argument.name}" if argument.has_default else argument.name
+
+
+def check_types(signature: Signature, bound: Bound, dtypes: Mapping[str, str | None]) -> dict[str, str]:
+    """The dtype of each of the template's types, told by the tensors (their dtypes by name, None for one that is not there).
+
+    Raises:
+        TypeError: a tensor has another dtype than its pointer says, or two of one type differ.
+    """
+    types = {one.name for one in signature.template if one.kind == "typename"}
+    found: dict[str, tuple[str, str]] = {}
+    for tensor, type_ in bound.typed:
+        dtype = dtypes.get(tensor)
+        if dtype is None:
+            continue
+        if type_ in types:
+            name, before = found.setdefault(type_, (tensor, dtype))
+            if before != dtype:
+                raise TypeError(f"{signature.name}: {tensor} must be {before} like {name} (both are {type_}*), got {dtype}")
+        elif ELEMENTS.get(type_, dtype) != dtype:
+            raise TypeError(f"{signature.name}: {tensor} must be {ELEMENTS[type_]} ({type_}*), got {dtype}")
+    return {type_: dtype for type_, (_, dtype) in found.items()}
+
+
+def _wrong(schema: Schema, found: str, required: str) -> FlexopsError:
+    return FlexopsError(f"flexops.kernel: {schema.text} and its kernel do not fit together", found=found, required=required, fix="see docs/kernels.md")

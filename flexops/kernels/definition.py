@@ -1,0 +1,416 @@
+"""``flexops.kernel``: an operator of torch made of device code in a string."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from .. import settings
+from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
+from ..op_builder import device_code, layout, loader, provider
+from ..ops import _torch
+from . import binding, launch
+from .binding import Argument, Options, Schema
+from .signature import CPP_TYPES, Signature, kernels
+
+NAMESPACE = "flexops_kernels"
+_PRELUDE = '#include "common/kernel.cuh"\n'
+_FP8 = '#include "common/fp8.cuh"\n'
+_MENDS = {
+    "cuda_bf16.h": "bfloat16 is there without a header; for CUDA's own: include=[<a toolkit's include directory>]",
+    "cuda_fp16.h": "float16 is there without a header; for CUDA's own: include=[<a toolkit's include directory>]",
+    "__nv_bfloat16": "write bfloat16, which is there without a header and converts to and from float",
+    "__half": "write float16, which is there without a header and converts to and from float",
+    "cannot open source file": "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are there without it)",
+    '"std"': "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a toolkit's include directory>] has cuda/std)",
+}
+"""What mends an error of the compiler, by what it says."""
+
+_defined: dict[str, _Registered] = {}
+_lock = threading.RLock()
+
+
+def kernel(
+    source: str,
+    schema: str,
+    *,
+    grid: int | Sequence[int] | Callable[..., Any] | None = None,
+    block: int | Sequence[int] | Callable[..., Any] = 256,
+    shared: int | Callable[..., int] = 0,
+    cluster: int | Sequence[int] | None = None,
+    name: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    template: Mapping[str, Any] | None = None,
+    out: str | Callable[..., Any] | None = None,
+    strided: bool = False,
+    reference: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    defines: Mapping[str, object] | None = None,
+    include: Sequence[str | Path] = (),
+    options: Sequence[str] = (),
+) -> Kernel:
+    """Make an operator of a CUDA kernel in a string. NVRTC, which torch brings, compiles it at its first call; no C++ compiler takes part.
+
+    The operator is ``torch.ops.flexops_kernels.<name>`` (or of the schema's own namespace) and works under ``torch.compile(fullgraph=True)``, in CUDA
+    graphs, on any stream and device. docs/kernels.md is the guide.
+
+    Each of the kernel's parameters gets what is called like it: an argument or a result of the schema (a tensor's pointer, a number), a size of one
+    (``x_numel``, ``x_size0``, ``x_stride0``), ``n``, which is the number of elements of the first result, or what ``args`` says.
+
+    Functions given for ``grid``, ``block``, ``shared``, ``args``, ``template`` and ``out`` take, by name, those arguments of the schema that they need
+    (all but the last two may ask for results too).
+
+    Args:
+        source: device code. ``bfloat16``, ``float16`` and the integers of ``<cstdint>`` are there; flexops' own headers can be included
+            (``#include "common/reduce.cuh"``).
+        schema: as for ``torch.library``: ``"scale(Tensor x, float factor) -> Tensor"``; ``Tensor(a!) x`` is written in place. A result is called ``out``
+            if it is the only one and has no name, several ``out0``, ``out1``...
+        grid: blocks: a number, up to three, or a function that returns such. By default as many as give each element of the first result a thread.
+        block: threads of a block, likewise.
+        shared: bytes of dynamic shared memory.
+        cluster: blocks of a cluster (Hopper and newer), a number or up to three.
+        name: the kernel's in the source, if it is not the operator's: a source may have several.
+        args: parameter -> constant or function.
+        template: template parameter -> constant or function; a type as C++ text or a ``torch.dtype``. What is not given is told by the tensors
+            (``T`` of ``const T* x`` by x's dtype) or is the argument of its name.
+        out: the tensor that the result is like, by name (default: the first), or a function that returns the result(s), such as
+            ``lambda x: x.new_empty(x.shape[0])``: it runs on fake tensors, too.
+        strided: tensors go in with the strides that they have. Otherwise they are made contiguous first.
+        reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no kernel can be had; the oracle for tests.
+        backward, setup_context: as for ``torch.library.register_autograd``.
+        defines: macros, as ``-D``.
+        include: directories with headers of your own.
+        options: further options of NVRTC, such as ``"--use_fast_math"``.
+
+    Raises:
+        FlexopsError: source and schema do not fit together; the error says where. Nothing is compiled yet.
+    """
+    parsed = _parsed(schema)
+    signature = _chosen(source, name or parsed.name, schema)
+    given = Options(grid, block, shared, cluster, args or {}, template or {}, out, strided)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    bound = binding.bind(signature, parsed, given, reference)
+    flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
+    made = _Code(source, signature, parsed, bound, given, reference, tuple(str(Path(path).absolute()) for path in include), flags)
+    with _lock:
+        registered = _register(parsed, backward, setup_context, caller)
+        registered.current = made
+    return made.public(registered.op)
+
+
+class Kernel:
+    """An operator made by :func:`kernel`; call it as its schema says.
+
+    Attributes:
+        op: the operator of torch: ``torch.ops.flexops_kernels.<name>.default``.
+        source, schema: what it was made of.
+        reference: plain PyTorch that does the same, or None.
+    """
+
+    op: Any
+    source: str
+    schema: str
+    reference: Callable[..., Any] | None
+    _code: _Code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # each kernel's class has its own
+
+    def compile(self, *args: Any, arch: str | None = None, **kwargs: Any) -> list[Path]:
+        """Compile, into the cache, what a call with these arguments launches; tensors may be on any device, ``meta`` too.
+
+        Args:
+            arch: the GPUs to compile for, such as ``"8.0;9.0+PTX"``; by default ``TORCH_CUDA_ARCH_LIST``, else those here.
+
+        Returns:
+            The files of machine code or PTX, one for each architecture.
+
+        Raises:
+            CompileError: with the source's line.
+            ToolchainError: there is no NVRTC that matches torch.
+        """
+        return [entry.library for entry in self._code.compiled(self._code.expression(*args, **kwargs), arch)]
+
+    def expression(self, *args: Any, **kwargs: Any) -> str:
+        """The kernel that a call with these arguments launches, as C++ names it: ``scale<float>``."""
+        return self._code.expression(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<flexops.kernel {self.schema}>"
+
+
+class _Code:
+    """A kernel's source and what calls need of it."""
+
+    def __init__(
+        self, source: str, signature: Signature, schema: Schema, bound: binding.Bound, options: Options, reference: Callable[..., Any] | None,
+        include: tuple[str, ...], flags: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.source, self.signature, self.schema, self.bound, self.options, self.reference = source, signature, schema, bound, options, reference
+        self.include, self.flags = include, flags
+        self._kernels: dict[tuple[Any, ...], int] = {}
+        self._loaded: dict[tuple[str, Any], int] = {}
+        self._allowed: dict[tuple[int, int], int] = {}
+        self._told = False
+        format_ = launch.layout(bound.letters)
+        cluster = options.cluster if isinstance(options.cluster, (tuple, list)) else (options.cluster or 1,)
+        self.names: dict[str, Any] = {
+            **bound.functions,
+            **{f"_default_{one.name}": one.default for one in schema.arguments if one.has_default},
+            "_kernels": self._kernels, "_prepare": self._prepare, "_allow": self._allow, "_explain": self._explain, "_failed": self._failed,
+            "_refuse_strides": self._refuse_strides, "_fall_back": self._fall_back, "_MISSING": (ToolchainError, NativeUnavailableError),
+            "_NOT_PACKED": (struct.error, OverflowError, TypeError), "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
+            "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
+            "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
+            "_current_device": _torch.current_gpu, "_stream": _torch.current_stream, "_is_compiling": _torch.is_compiling, "_compiler": _torch.compiler,
+            "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
+        }  # fmt: skip
+        exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
+        self.run: Callable[..., Any] = self.names["run"]
+        self.fake: Callable[..., Any] = self.names["fake"]
+
+    def public(self, op: Any) -> Kernel:
+        self.names["_op"] = op
+        made: Kernel = type("Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text})()
+        made.op, made.source, made.schema, made.reference, made._code = op, self.source, self.schema.text, self.reference, self
+        return made
+
+    def native(self, *args: Any, **kwargs: Any) -> Any:
+        """What the dispatcher calls for tensors on a GPU."""
+        try:
+            return self.run(*args, **kwargs)
+        except (ToolchainError, NativeUnavailableError) as error:
+            return self._fall_back(error, tuple(self.names["complete"](*args, **kwargs).values()))
+
+    def elsewhere(self, *args: Any, **kwargs: Any) -> Any:
+        """What the dispatcher calls for all other tensors."""
+        if self.reference is None:
+            raise NativeUnavailableError(
+                f"{self.schema.qualname} has a kernel for GPUs only", found="tensors that are on none", required="a reference for other devices",
+                fix="flexops.kernel(..., reference=<a function in plain PyTorch>)",
+            )  # fmt: skip
+        return self.names["refer"](*args, **kwargs)
+
+    # ---- compiling ---------------------------------------------------------------------------------------------------------------------------
+
+    def expression(self, *args: Any, **kwargs: Any) -> str:
+        arguments = self.names["complete"](*args, **kwargs)
+        made = self.fake(*args, **kwargs)
+        results = made if isinstance(made, tuple) else (made,)
+        return self._expression({**arguments, **dict(zip(self.schema.results, results, strict=False))}, self.names["values"](*args, **kwargs))
+
+    def _expression(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+        dtypes = {name: _dtype_name(value.dtype) if isinstance(value, torch.Tensor) else None for name, value in arguments.items()}
+        types = binding.check_types(self.signature, self.bound, dtypes)
+        spelled = {name: CPP_TYPES[dtype] if dtype in CPP_TYPES else self._no_type(name, dtype) for name, dtype in types.items()}
+        return binding.expression_of(self.signature, {**spelled, **{name: _literal(name, value) for name, value in values.items()}})
+
+    def _no_type(self, name: str, dtype: str) -> NoReturn:
+        raise TypeError(f"{self.schema.name}: {dtype} has no type in C++ that {name} could be: template={{{name!r}: ...}} names one")
+
+    def text_kernel(self, expression: str) -> device_code.TextKernel:
+        first = _FP8 if "flexops::e" in expression else ""
+        text = f'{_PRELUDE}{first}#line 1 "{self.schema.name}.cu"\n{self.source}\n'
+        return device_code.TextKernel(self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags)
+
+    def compiled(self, expression: str, arch: str | None) -> list[Any]:
+        from .. import toolchain
+
+        chosen = settings.current()
+        choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list)
+        plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in device_code.single(choice.architectures)]
+        try:
+            return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]
+        except CompileError as error:
+            raise _mended(error) from None
+
+    def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+        """The kernel for a combination of dtypes that is new: everything that can be wrong with tensors is looked at here, and only here."""
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.get_device() != device:
+                raise ValueError(f"{self.schema.name}: {name} must be on the device of {self.schema.tensors[0].name}, got {value.device}")
+        expression = self._expression(arguments, values)
+        if torch.version.hip:
+            raise ToolchainError(f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not", fix="reference=<a function in plain PyTorch>")
+        with _lock:
+            capability = provider.driver().capability(device)
+            loaded = self._loaded.get((expression, capability))
+            if loaded is None:
+                try:
+                    loaded = self._loaded[expression, capability] = provider.load(self.text_kernel(expression), capability)
+                except CompileError as error:
+                    raise _mended(error) from None
+            self._kernels[key] = loaded
+        return loaded
+
+    def _fall_back(self, error: FlexopsError, args: tuple[Any, ...]) -> Any:
+        policy = settings.current().fallback
+        if self.reference is None or policy == "forbid":
+            raise error
+        if policy == "warn" and not self._told:
+            self._told = True
+            message = f"flexops: {self.schema.qualname} runs as plain PyTorch: {error}\n  silence: FLEXOPS_FALLBACK=allow"
+            warnings.warn(message, loader.FallbackWarning, stacklevel=3)
+        return self.names["refer"](*args)
+
+    # ---- launching ---------------------------------------------------------------------------------------------------------------------------
+
+    def _first_launch(self, *arguments: Any) -> int:
+        self.names["_launch"] = found = launch.driver_call()
+        return found(*arguments)
+
+    def _allow(self, loaded: int, size: int, device: int) -> None:
+        if self._allowed.get((loaded, device), 0) < size:
+            try:
+                provider.driver().allow_shared(loaded, size, device)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.schema.name}: {size} bytes of dynamic shared memory: {error}: a GPU of this kind has not so much") from None
+            self._allowed[loaded, device] = size
+
+    def _refuse_strides(self, name: str) -> NoReturn:
+        raise ValueError(f"{self.schema.name}: {name} is written in place and must be contiguous; or strided=True, and a kernel that knows strides")
+
+    def _explain(self, grid: Sequence[Any], block: Sequence[Any], shared: Any, values: Sequence[Any]) -> None:
+        """Raise for the first value that does not fit, by its name."""
+        named = [*zip(("grid",) * 3, "I" * 3, grid, strict=True), *zip(("block",) * 3, "I" * 3, block, strict=True), ("shared", "I", shared)]
+        parameters = zip((str(one) for one in self.signature.parameters), self.bound.letters, values, strict=True)
+        for name, letter, value in [*named, *parameters]:
+            try:
+                struct.pack("=" + letter, value)
+            except (struct.error, OverflowError, TypeError) as error:
+                kind = TypeError if isinstance(error, TypeError) or not isinstance(value, (int, float)) else ValueError
+                raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
+
+    def _failed(self, status: int, device: int, config: int, loaded: int, extra: int | None, grid: object, block: object, shared: int) -> None:
+        if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
+            provider.driver().enter_context(device)
+            status = self.names["_launch"](config, loaded, None, extra)
+        if status:
+            said = provider.driver().error_text(status)
+            raise RuntimeError(f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared} bytes of dynamic shared memory)")
+
+
+class _Registered:
+    """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run again and again."""
+
+    def __init__(self, schema: Schema, library: Any, op: Any, caller: str, differentiable: bool) -> None:
+        self.schema, self.library, self.op, self.caller, self.differentiable = schema, library, op, caller, differentiable
+        self.current: Any = None
+        self.backward: Any = None
+        self.setup_context: Any = None
+
+
+def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context: Callable[..., None] | None, caller: str) -> _Registered:
+    known = _defined.get(schema.qualname)
+    if known and caller != known.caller:
+        raise FlexopsError(
+            f"there is an operator {schema.qualname} already", found=f"{known.schema.text}, defined in {known.caller}", required="one definition",
+            fix=f'a namespace of your own: "{caller.partition(".")[0]}::{schema.text}"',
+        )  # fmt: skip
+    if known and (known.schema.text, known.differentiable) != (schema.text, bool(backward)):
+        known.library._destroy()
+        known = None
+    if known is None:
+        known = _defined[schema.qualname] = _new(schema, bool(backward), caller)
+    known.backward, known.setup_context = backward, setup_context
+    return known
+
+
+def _new(schema: Schema, differentiable: bool, caller: str) -> _Registered:
+    namespace, _, name = schema.qualname.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    try:
+        library.define(schema.text.partition("::")[2] if "::" in schema.text.partition("(")[0] else schema.text, tags=(torch.Tag.pt2_compliant_tag,))
+    except RuntimeError as error:  # somebody else's, of this name
+        raise FlexopsError(f"{schema.qualname} cannot be defined", found=str(error).splitlines()[0], fix="another name or namespace") from None
+    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller, differentiable)
+    library.impl(name, lambda *args, **kwargs: made.current.native(*args, **kwargs), "CUDA")
+    library.impl(name, lambda *args, **kwargs: made.current.elsewhere(*args, **kwargs), "CompositeExplicitAutograd")
+    torch.library.register_fake(schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library)
+    if differentiable:
+
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if made.setup_context:
+                made.setup_context(ctx, inputs, output)
+
+        torch.library.register_autograd(schema.qualname, lambda ctx, *grads: made.backward(ctx, *grads), setup_context=setup, lib=library)
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Schema:
+    try:
+        parsed: Any = torch._C.parse_schema(text)
+    except RuntimeError as error:
+        raise FlexopsError(
+            "flexops.kernel: the schema cannot be read", found=str(error).strip(), required="such as: scale(Tensor x, float factor) -> Tensor",
+            fix="see docs/kernels.md",
+        ) from None  # fmt: skip
+    arguments = tuple(
+        Argument(
+            one.name, str(one.type), bool(one.alias_info and one.alias_info.is_write), one.kwarg_only,
+            one.has_default_value() if hasattr(one, "has_default_value") else one.default_value is not None, one.default_value,
+        )
+        for one in parsed.arguments
+    )  # fmt: skip
+    results = tuple(one.name or (f"out{number}" if len(parsed.returns) > 1 else "out") for number, one in enumerate(parsed.returns))
+    qualname = parsed.name if "::" in parsed.name else f"{NAMESPACE}::{parsed.name}"
+    schema = Schema(text, qualname, arguments, results)
+    if wrong := _unfit(schema, parsed):
+        raise FlexopsError(f"flexops.kernel: {text} is no operator that a kernel can be", found=wrong[0], required=wrong[1], fix="see docs/kernels.md")
+    return schema
+
+
+def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
+    if not any(one.tensor and not one.optional for one in schema.arguments):
+        return "no argument that is a Tensor", "one: it tells the device"
+    if any(one.alias_info for one in parsed.returns):
+        return "a result that is an argument", "-> () : who calls has that tensor already"
+    if odd := [str(one.type) for one in parsed.returns if str(one.type) != "Tensor"]:
+        return f"a result {odd[0]}", "Tensor"
+    if twice := {one.name for one in schema.arguments} & set(schema.results):
+        return f"{', '.join(twice)} is an argument and a result", "different names"
+    return None
+
+
+def _chosen(source: str, name: str, schema: str) -> Signature:
+    found = kernels(source)
+    chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
+    if len(chosen) != 1:
+        there = ", ".join(f"{one.name} (line {one.line})" for one in found) or "no __global__ function"
+        required = f"one kernel called {name}" if not chosen else f"one kernel called {name}, not {len(chosen)}"
+        raise FlexopsError(f"flexops.kernel: which kernel {schema} is cannot be told", found=there, required=required, fix="name=<the kernel's name>")
+    return chosen[0]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _define(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _literal(name: str, value: Any) -> str:
+    """A template argument in C++."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, torch.dtype):
+        return CPP_TYPES[_dtype_name(value)]
+    if isinstance(value, (int, str)):
+        return str(value)
+    raise TypeError(f"the template's {name} cannot be {value!r}: a whole number, a truth value, a dtype or C++ text")
+
+
+def _mended(error: CompileError) -> CompileError:
+    fix = next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+    return CompileError(error.what, found=error.found, required=error.required, fix=fix, log=error.log)

@@ -1,0 +1,181 @@
+"""What a source text says of its kernels. Reads text; runs nothing, and needs no compiler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+SCALARS: dict[str, str] = {
+    **dict.fromkeys(("bool",), "?"),
+    **dict.fromkeys(("char", "signed char", "int8_t", "i8"), "b"),
+    **dict.fromkeys(("unsigned char", "uint8_t", "u8"), "B"),
+    **dict.fromkeys(("short", "int16_t", "i16"), "h"),
+    **dict.fromkeys(("unsigned short", "uint16_t", "u16"), "H"),
+    **dict.fromkeys(("int", "int32_t", "i32"), "i"),
+    **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
+    **dict.fromkeys(("long", "long int", "long long", "int64_t", "i64", "ptrdiff_t"), "q"),
+    **dict.fromkeys(("unsigned long", "unsigned long long", "uint64_t", "u64", "size_t", "uintptr_t"), "Q"),
+    **dict.fromkeys(("float",), "f"),
+    **dict.fromkeys(("double",), "d"),
+}
+"""Types that a kernel takes by value, and the letters of Python's ``struct`` for them."""
+
+ELEMENTS: dict[str, str] = {
+    **dict.fromkeys(("float",), "float32"),
+    **dict.fromkeys(("double",), "float64"),
+    **dict.fromkeys(("bfloat16", "bf16", "__nv_bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float16", "f16", "__half", "half"), "float16"),
+    **dict.fromkeys(("signed char", "int8_t", "i8"), "int8"),
+    **dict.fromkeys(("short", "int16_t", "i16"), "int16"),
+    **dict.fromkeys(("int", "int32_t", "i32"), "int32"),
+    **dict.fromkeys(("long", "long long", "int64_t", "i64"), "int64"),
+    **dict.fromkeys(("bool",), "bool"),
+    **dict.fromkeys(("e4m3",), "float8_e4m3fn"),
+    **dict.fromkeys(("e5m2",), "float8_e5m2"),
+}
+"""The dtypes that pointers to these types are for. Others (``void``, ``uint8_t``, ``float4``, a struct) take any."""
+
+CPP_TYPES: dict[str, str] = {
+    "float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16", "int8": "int8_t", "uint8": "uint8_t", "int16": "int16_t",
+    "int32": "int32_t", "int64": "int64_t", "bool": "bool", "float8_e4m3fn": "flexops::e4m3", "float8_e5m2": "flexops::e5m2",
+    "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t",
+}  # fmt: skip
+"""What a template's type parameter becomes for a tensor of a dtype."""
+
+_IGNORED = {"const", "volatile", "__restrict__", "restrict", "__restrict", "__grid_constant__", "struct", "FLEXOPS_GRID_CONSTANT"}
+
+
+class Parameter(NamedTuple):
+    """A kernel's parameter: ``type`` without qualifiers, reference and namespace of ours."""
+
+    name: str
+    type: str
+    pointer: bool
+
+    def __str__(self) -> str:
+        return f"{self.type}{'*' if self.pointer else ''} {self.name}"
+
+
+class TemplateParameter(NamedTuple):
+    """``kind`` is ``typename``, or the type of a value."""
+
+    name: str
+    kind: str
+    has_default: bool
+
+
+class Signature(NamedTuple):
+    """A kernel as its source declares it.
+
+    Attributes:
+        name: with its namespaces.
+        line: of the source, from 1.
+    """
+
+    name: str
+    template: tuple[TemplateParameter, ...]
+    parameters: tuple[Parameter, ...]
+    line: int
+
+
+def kernels(source: str) -> list[Signature]:
+    """Every ``__global__`` function in a source text, in its order."""
+    text = _blanked(source)
+    found = []
+    for match in re.finditer(r"\b__global__\b", text):
+        head = _head(text, match.end())
+        if head is None:
+            continue
+        name, opening = head
+        closing = _matching(text, opening)
+        own = text[opening + 1 : closing]
+        namespaces = _namespaces(text[: match.start()])
+        parameters = tuple(_parameter(part) for part in _split(own) if part.strip() not in ("", "void"))
+        found.append(Signature("::".join([*namespaces, name]), _template(text[: match.start()]), parameters, text.count("\n", 0, match.start()) + 1))
+    return found
+
+
+def _blanked(source: str) -> str:
+    """The source with comments, strings and preprocessor lines as blanks, each character where it was."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
+    return re.sub(pattern, blank, source, flags=re.DOTALL | re.MULTILINE)
+
+
+def _head(text: str, position: int) -> tuple[str, int] | None:
+    """The name behind ``__global__``, and where its parameters open: ``void``, attributes and launch bounds stand between."""
+    while match := re.compile(r"\s*(\w+)\s*").match(text, position):
+        word, position = match[1], match.end()
+        opens = text[position : position + 1] == "("
+        if opens and word.startswith("__"):
+            position = _matching(text, position) + 1
+        elif opens:
+            return word, position
+    return None
+
+
+def _matching(text: str, opening: int) -> int:
+    """Where the bracket at ``opening`` closes."""
+    depth = 0
+    for position in range(opening, len(text)):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+    return len(text)
+
+
+def _template(before: str) -> tuple[TemplateParameter, ...]:
+    """The template's parameters, if what stands directly before a kernel is a template's head."""
+    before = re.sub(r"\([^()]*\)", lambda match: " " * len(match[0]), before)  # a comparison in parentheses closes nothing
+    start = before.rfind("template")
+    opening = before.find("<", start)
+    if start < 0 or opening < 0:
+        return ()
+    depth, closing = 0, opening
+    for closing in range(opening, len(before)):
+        depth += {"<": 1, ">": -1}.get(before[closing], 0)
+        if depth == 0:
+            break
+    if depth or not re.fullmatch(r"\s*(?:(?:static|inline|extern|void)\s+)*", before[closing + 1 :]):
+        return ()
+    parameters = []
+    for part in _split(before[opening + 1 : closing]):
+        declared, equals, _ = part.partition("=")
+        *kind, name = declared.split()
+        parameters.append(TemplateParameter(name, "typename" if kind in (["typename"], ["class"]) else " ".join(kind), bool(equals)))
+    return tuple(parameters)
+
+
+def _namespaces(before: str) -> list[str]:
+    """Those that are open at the end of a text."""
+    stack: list[str] = []
+    for match in re.finditer(r"\bnamespace\s+([\w:]+)\s*\{|([{}])", before):
+        if match[2] == "}":
+            if stack:
+                stack.pop()
+        else:
+            stack.append(match[1] or "")
+    return [name for name in stack if name]
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that no bracket encloses."""
+    depth, start = 0, 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            yield text[start:position]
+            start = position + 1
+    yield text[start:]
+
+
+def _parameter(text: str) -> Parameter:
+    declared = text.partition("=")[0]
+    pointer = "*" in declared or "[" in declared
+    words = [word for word in re.findall(r"[\w:]+(?:<[^>]*>)?", declared.partition("[")[0]) if word not in _IGNORED]
+    *kind, name = words
+    return Parameter(name, " ".join(kind).replace("std::", "").removeprefix("flexops::"), pointer)

@@ -1,0 +1,369 @@
+"""``flexops.kernel`` compiled by NVRTC and launched through a driver that writes down what it is asked for. Needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops import settings
+from flexops.errors import CompileError, NativeUnavailableError
+from flexops.op_builder import device_code, provider
+from flexops.op_builder.loader import FallbackWarning
+from flexops.ops import _torch
+
+SCALE = """
+template <typename T> __global__ void __launch_bounds__(256) scale(const T* x, T* out, float factor, int64_t n) {
+  int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i < n) out[i] = T(float(x[i]) * factor);
+}"""
+SCHEMA = "build_kernels::scale(Tensor x, float factor) -> Tensor"
+
+DRIVER = r"""
+#include <string.h>
+typedef struct { unsigned grid[3], block[3], shared; void* stream; void* attributes; unsigned count; } Config;
+static __thread struct { Config config; unsigned cluster[3]; char parameters[256]; size_t size; void* kernel; int launches; } last;
+int refuse = 0, contexts = 0, shared_allowed = 0, loads = 0;
+static char symbol[256];
+int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {
+  if (refuse) { int status = refuse; refuse = 0; return status; }
+  last.config = *config;
+  last.kernel = kernel;
+  if (config->count) memcpy(last.cluster, (char*)config->attributes + 8, 12);
+  if (extra) { last.size = *(size_t*)extra[3]; memcpy(last.parameters, extra[1], last.size); }
+  ++last.launches;
+  return parameters ? 1 : 0;
+}
+void* recorded(void) { return &last; }
+const char* loaded(void) { return symbol; }
+int cuDeviceGetAttribute(int* value, int which, int device) { *value = which == 75 ? 9 : 0; return 0; }
+int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
+int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
+  ++loads;
+  *library = (void*)code;
+  return 0;
+}
+int cuLibraryGetKernel(void** kernel, void* library, const char* name) { strcpy(symbol, name); *kernel = (void*)0x4242; return 0; }
+int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) { shared_allowed = value; return value > 232448; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)1; return 0; }
+int cuCtxSetCurrent(void* context) { ++contexts; return 0; }
+int cuGetErrorString(int status, const char** text) { *text = status == 1 ? "invalid argument" : "something else"; return 0; }
+"""
+
+
+class Recorded(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint), ("padding", ctypes.c_uint), ("cluster", ctypes.c_uint * 3), ("parameters", ctypes.c_char * 256), ("size", ctypes.c_size_t),
+        ("kernel", ctypes.c_void_p), ("launches", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class FakeDriver:
+    """The stub, and what it was asked for last on this thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.library.recorded.restype = ctypes.POINTER(Recorded)
+        self.library.loaded.restype = ctypes.c_char_p
+
+    @property
+    def last(self) -> Recorded:
+        found: Recorded = self.library.recorded().contents
+        return found
+
+    def parameters(self, format_: str) -> tuple[Any, ...]:
+        assert self.last.size == struct.calcsize(format_.rstrip("x"))
+        return struct.unpack(format_, ctypes.string_at(ctypes.addressof(self.last) + Recorded.parameters.offset, self.last.size))
+
+    def number(self, name: str) -> ctypes.c_int:
+        return ctypes.c_int.in_dll(self.library, name)
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory, host_compiler: Any) -> Path:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")], check=True)
+    return folder / "libcuda.so.1"
+
+
+@pytest.fixture
+def driver(stub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
+    """The stub in the driver's place, and tensors of the CPU in those of a GPU's: what is launched is never run."""
+    fake = FakeDriver(stub)
+    real = provider.Driver(str(stub))
+    monkeypatch.setattr(provider, "driver", lambda: real)
+    monkeypatch.setattr(_torch, "current_gpu", lambda: -1)
+    monkeypatch.setattr(_torch, "current_stream", lambda _: 77)
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "cache"))
+    settings.current.cache_clear()
+    for name in ("refuse", "contexts", "shared_allowed", "loads"):
+        fake.number(name).value = 0
+    yield fake
+    settings.current.cache_clear()
+
+
+def launched(kernel: flexops.Kernel) -> Callable[..., Any]:
+    """What a call does for tensors on a GPU, whatever these are on."""
+    run: Callable[..., Any] = kernel._code.native
+    return run
+
+
+def test_a_launch_gets_what_the_schema_says(driver: FakeDriver) -> None:
+    scale = flexops.kernel(SCALE, SCHEMA)
+    x = torch.ones(1000, dtype=torch.bfloat16)
+    out = launched(scale)(x, 2.5)
+    assert driver.parameters("<QQf4xq") == (x.data_ptr(), out.data_ptr(), 2.5, 1000)
+    assert (list(driver.last.grid), list(driver.last.block)) == ([4, 1, 1], [256, 1, 1])
+    assert (driver.last.shared, driver.last.stream, driver.last.kernel, driver.last.count) == (0, 77, 0x4242, 0)
+    assert b"scale" in driver.library.loaded()
+    assert (out.dtype, out.shape) == (x.dtype, x.shape)
+
+
+def test_each_dtype_is_compiled_once_and_found_again(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = flexops.kernel(SCALE, SCHEMA)
+    for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
+        launched(scale)(torch.ones(8, dtype=dtype), 1.0)
+    assert driver.number("loads").value == 3
+    monkeypatch.setattr(device_code, "obtain", lambda *_, **__: pytest.fail("it was compiled before"))
+    again = flexops.kernel(SCALE, SCHEMA)
+    launched(again)(torch.ones(8), 1.0)
+    assert driver.number("loads").value == 4
+
+
+def test_grid_block_shared_cluster_and_sizes(driver: FakeDriver) -> None:
+    source = """
+    extern __shared__ float buffer[];
+    __global__ void rows(const float* x, const float* bias, float* out, int x_size1, long long x_stride0, bool last, double scale) {
+      if (threadIdx.x == 0) out[blockIdx.x] = x[blockIdx.x * x_stride0] + (bias ? bias[0] : buffer[x_size1]) * scale * last;
+    }"""
+    rows = flexops.kernel(
+        source, "rows(Tensor x, Tensor? bias=None, *, bool last=True) -> Tensor", grid=lambda x: (x.shape[0], 2), block=lambda x: [32, x.dim() * 2],
+        shared=lambda x: 4 * x.shape[1], cluster=2, args={"scale": 0.5}, out=lambda x: x.new_empty(x.shape[0]), strided=True,
+    )  # fmt: skip
+    x = torch.ones(6, 5, dtype=torch.float32)[:, :3]
+    out = launched(rows)(x)
+    assert driver.parameters("<QQQi4xq?7xd") == (x.data_ptr(), 0, out.data_ptr(), 3, 5, True, 0.5)
+    assert (list(driver.last.grid), list(driver.last.block), driver.last.shared) == ([6, 2, 1], [32, 4, 1], 12)
+    assert (driver.last.count, list(driver.last.cluster)) == (1, [2, 1, 1])
+    bias = torch.ones(1)
+    launched(rows)(torch.ones(2, 30000), bias, last=False)
+    assert driver.parameters("<QQQi4xq?7xd")[1] == bias.data_ptr()
+    assert driver.number("shared_allowed").value == 120000
+    with pytest.raises(RuntimeError, match="400000 bytes of dynamic shared memory"):
+        launched(rows)(torch.ones(2, 100000))
+
+
+def test_tensors_are_made_contiguous_but_those_that_are_written(driver: FakeDriver) -> None:
+    scale = flexops.kernel(SCALE, SCHEMA)
+    x = torch.ones(4, 6).t()
+    out = launched(scale)(x, 1.0)
+    assert driver.parameters("<QQf4xq")[0] != x.data_ptr()
+    assert out.is_contiguous()
+    fill = flexops.kernel("__global__ void fill(float* y, float value, int n) { y[n - 1] = value; }", "fill(Tensor(a!) y, float value) -> ()")
+    assert launched(fill)(torch.ones(3), 1.0) is None
+    with pytest.raises(ValueError, match="fill: y is written in place and must be contiguous"):
+        launched(fill)(x, 1.0)
+
+
+def test_nothing_is_launched_for_no_elements(driver: FakeDriver) -> None:
+    before = driver.last.launches
+    assert launched(flexops.kernel(SCALE, SCHEMA))(torch.empty(0, 3), 1.0).shape == (0, 3)
+    assert driver.last.launches == before
+
+
+def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
+    source = "__global__ void pick(const float* x, float* out, int which, uint8_t small) { out[0] = x[which + small]; }"
+    pick = launched(flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor"))
+    x = torch.ones(3)
+    pick(x, 1, 2)
+    before = driver.last.launches
+    for args, error, said in (
+        ((x, 2**31, 0), ValueError, "pick: int which cannot be 2147483648"),
+        ((x, 0, 256), ValueError, "pick: uint8_t small cannot be 256"),
+        ((x, 1.5, 0), (TypeError, ValueError), "pick: int which cannot be 1.5"),
+        ((x.double(), 0, 0), TypeError, r"pick: x must be float32 \(float\*\), got float64"),
+    ):
+        with pytest.raises(error, match=said):  # type: ignore[call-overload]
+            pick(*args)
+    huge = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", grid=lambda: 2**32)
+    with pytest.raises(ValueError, match="pick: grid cannot be 4294967296"):
+        launched(huge)(x, 0, 0)
+    assert driver.last.launches == before
+
+
+def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
+    scale = flexops.kernel(SCALE, SCHEMA, block=2048)
+    driver.number("refuse").value = 1
+    with pytest.raises(RuntimeError, match=r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0 bytes"):
+        launched(scale)(torch.ones(3), 1.0)
+    driver.number("refuse").value = 201  # a thread without a context
+    launched(scale)(torch.ones(3), 1.0)
+    assert driver.number("contexts").value == 1
+
+
+def test_threads_do_not_share_a_buffer(driver: FakeDriver) -> None:
+    scale = launched(flexops.kernel(SCALE, SCHEMA))
+    seen: list[bool] = []
+
+    def work(factor: float) -> None:
+        x = torch.ones(10)
+        for _ in range(200):
+            out = scale(x, factor)
+            seen.append(driver.parameters("<QQf4xq") == (x.data_ptr(), out.data_ptr(), factor, 10))
+
+    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 800
+    assert all(seen)
+
+
+def test_several_kernels_of_one_source_macros_types_and_headers(driver: FakeDriver, tmp_path: Path) -> None:
+    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return 2 * x; }\n")
+    source = """
+    #include "mine.cuh"
+    #include "common/reduce.cuh"
+    namespace mine {
+    template <typename T, int kTile> __global__ void first(const T* x, T* out, int n) { if (threadIdx.x < kTile) out[0] += twice(x[0]) * TILE; }
+    __global__ void second(const float16* x, bfloat16* out, int n) { out[0] = n ? x[0] * 2 : 0; }
+    }"""
+    first = flexops.kernel(source, "first(Tensor x) -> Tensor", include=[tmp_path], defines={"TILE": 8}, template={"kTile": 16})
+    second = flexops.kernel(source, "second_of_them(Tensor x) -> Tensor", name="second", include=[tmp_path], defines={"TILE": 8}, out=lambda x: x.bfloat16())
+    launched(first)(torch.ones(3).bfloat16())
+    assert first.expression(torch.ones(3).bfloat16()) == "mine::first<bfloat16, 16>"
+    launched(second)(torch.ones(3).half())
+    assert b"second" in driver.library.loaded()
+    before = first.compile(torch.ones(3), arch="9.0")
+    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return x + x + 1; }\n")
+    assert first.compile(torch.ones(3), arch="9.0") != before
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("body", "line", "said", "mend"),
+    [
+        ("out[i] = y[i];", 'scale.cu(4): error: identifier "y" is undefined', "out[i] = y[i];", "mend the line named above"),
+        ("out[i] = __float2half(1.f);", "scale.cu(4): error", "__float2half", ""),
+        ("__nv_bfloat16 v;", "scale.cu(4): error", "__nv_bfloat16", "write bfloat16"),
+        ("out[i] = std::max(1, 2);", "scale.cu(4): error", "std", "NVRTC has no C++ library"),
+    ],
+)
+def test_an_error_shows_the_users_line_and_a_mend(body: str, line: str, said: str, mend: str) -> None:
+    source = f"""
+    __global__ void scale(const float* x, float* out, int i) {{
+      // here
+      {body}
+    }}"""
+    scale = flexops.kernel(source, "build_errors::scale(Tensor x, int i) -> Tensor", reference=lambda x, i: x + i)
+    with pytest.raises(CompileError) as caught:  # a reference hides no mistake in a kernel
+        launched(scale)(torch.ones(3), 0)
+    text = str(caught.value)
+    assert line in text
+    shown = text.splitlines()
+    at = next(number for number, one in enumerate(shown) if line in one)
+    assert said in shown[at + 1]
+    assert shown[at + 2].strip() == "^"
+    assert mend in caught.value.fix
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_header_that_is_not_there_says_where_it_could_come_from() -> None:
+    scale = flexops.kernel("#include <cuda_bf16.h>\n" + SCALE, SCHEMA)
+    with pytest.raises(CompileError) as caught:
+        launched(scale)(torch.ones(3), 1.0)
+    assert 'scale.cu(1): catastrophic error: cannot open source file "cuda_bf16.h"' in str(caught.value)
+    assert "bfloat16 is there without a header" in caught.value.fix
+
+
+@pytest.mark.usefixtures("driver")
+def test_without_a_compiler_the_reference_runs_or_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    settings.current.cache_clear()
+    scale = flexops.kernel(SCALE, SCHEMA, reference=lambda x, factor: x * factor)
+    with pytest.warns(FallbackWarning, match="build_kernels::scale runs as plain PyTorch"):
+        assert torch.equal(launched(scale)(torch.ones(2), 2.0), torch.full((2,), 2.0))
+    alone = flexops.kernel(SCALE, SCHEMA)
+    with pytest.raises(NativeUnavailableError, match="FLEXOPS_JIT=0"):
+        launched(alone)(torch.ones(2), 2.0)
+    monkeypatch.delenv("FLEXOPS_JIT")
+    settings.current.cache_clear()
+    flexops.kernel(SCALE, SCHEMA).compile(torch.ones(2), 2.0, arch="9.0")
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    settings.current.cache_clear()
+    assert launched(alone)(torch.ones(2), 2.0).shape == (2,)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_hanging_compiler_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(device_code, "_WORKER", worker)
+    monkeypatch.setenv("FLEXOPS_COMPILE_TIMEOUT", "1")
+    settings.current.cache_clear()
+    with pytest.raises(CompileError, match="not done after 1 s"):
+        launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(2), 2.0)
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_a_kernel_takes_is_in_its_manifest() -> None:
+    source = """
+    __global__ void hungry(const float* x, float* out) {
+      __shared__ float tile[64];
+      tile[threadIdx.x] = x[threadIdx.x];
+      __syncthreads();
+      out[threadIdx.x] = tile[63 - threadIdx.x];
+    }"""
+    hungry = flexops.kernel(source, "hungry(Tensor x) -> Tensor")
+    code = hungry._code.compiled("hungry", "8.0;compute_80")
+    found = code[0].manifest.resources
+    assert (found["shared"], found["spill_stores"], found["stack"]) == (256, 0, 0)
+    assert found["registers"] > 0
+    assert code[1].manifest.resources == {}, "PTX has no registers yet"
+
+
+def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
+    from flexops.compute_capability import parse_arch_list
+    from flexops.op_builder.cache import BuildCache
+    from flexops.toolchain import nvrtc
+    from flexops.toolchain.context import SearchContext
+    from flexops.toolchain.installed_torch import package_dirs
+
+    found = [one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable if one.value.version.parts == (12, 1)]
+    require(found, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
+    scale = flexops.kernel(SCALE, SCHEMA)
+    plans = [
+        scale._code.text_kernel(f"scale<{type_}>").plan(parse_arch_list(arch)[0], found[0])
+        for type_, arch in (("bfloat16", "8.0"), ("float16", "7.0"), ("bfloat16", "9.0"))
+    ]
+    assert [result.require().manifest.compiler for result in device_code.obtain(plans, BuildCache(tmp_path))] == ["NVRTC 12.1"] * 3
+
+
+@pytest.mark.usefixtures("driver")
+def test_torch_compile_calls_the_kernel_as_one_operator() -> None:
+    def reference(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    scale = flexops.kernel(SCALE, "compiled_kernels::scale(Tensor x, float factor) -> Tensor", reference=reference)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, dynamic=True, backend=keep)(torch.ones(4))
+    assert "compiled_kernels.scale" in graphs[0].code
+    inductor = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True)
+    assert torch.equal(inductor(torch.ones(4)), torch.full((4,), 3.0))

@@ -1,0 +1,234 @@
+"""``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture. ``-s`` prints times, which are asserted nowhere.
+
+The figures: the first result of a kernel that nobody compiled before, and what a call of a small tensor takes beside torch's own operator.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+
+pytestmark = pytest.mark.gpu
+
+SCALE = """
+template <typename T> __global__ void scale(const T* x, T* out, float factor, int64_t n) {
+  int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i < n) out[i] = T(float(x[i]) * factor);
+}"""
+ROWS = """
+extern __shared__ float part[];
+template <typename T, bool mean> __global__ void row_sums(const T* x, T* out, int x_size1) {
+  float sum = 0;
+  for (int i = threadIdx.x; i < x_size1; i += blockDim.x) sum += x[blockIdx.x * int64_t(x_size1) + i];
+  part[threadIdx.x] = sum;
+  for (int half = blockDim.x / 2; half; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) out[blockIdx.x] = mean ? part[0] / x_size1 : part[0];
+}"""
+
+
+def fresh(source: str) -> str:
+    """The same code, as nobody compiled it before."""
+    return f"{source}\n// {uuid.uuid4()}\n"
+
+
+def make_scale(name: str, source: str = SCALE, **options: Any) -> flexops.Kernel:
+    return flexops.kernel(
+        source, f"gpu_kernels::{name}(Tensor x, float factor) -> Tensor", name="scale", reference=lambda x, factor: x * factor, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def scale() -> flexops.Kernel:
+    return make_scale("scale")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,), (1000,), (257, 1023), (0, 3)])
+def test_values(scale: flexops.Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device="cuda").to(dtype)
+    torch.testing.assert_close(scale(x, 1.5), (x.float() * 1.5).to(dtype) if dtype != torch.float64 else x.float().double() * 1.5)
+    torch.testing.assert_close(scale(x, 1.5), scale.op(x, 1.5))
+
+
+def test_strides_views_and_more_than_2_to_31_elements(scale: flexops.Kernel, require_gpu_memory: Callable[[int], None]) -> None:
+    x = torch.randn(64, 33, device="cuda").t()
+    assert torch.equal(scale(x, 2.0), x * 2)
+    y = torch.randn(1001, device="cuda")[1:]  # not aligned to 16 bytes
+    assert torch.equal(scale(y, 2.0), y * 2)
+    require_gpu_memory(10 * 2**30)
+    large = torch.ones(2**31 + 5, dtype=torch.bfloat16, device="cuda")
+    assert scale(large, 2.0)[-5:].tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("columns", [1, 100, 4096, 60000])
+def test_shared_memory_template_values_and_a_function_for_the_result(columns: int) -> None:
+    sums = flexops.kernel(
+        ROWS, "gpu_kernels::row_sums(Tensor x, bool mean=False) -> Tensor", grid=lambda x: x.shape[0], block=256,
+        shared=lambda x: 4 * max(256, min(x.shape[1], 20000)), out=lambda x: x.new_empty(x.shape[0]),
+    )  # fmt: skip
+    x = torch.randn(7, columns, device="cuda")
+    torch.testing.assert_close(sums(x), x.sum(1), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(sums(x, True), x.mean(1), rtol=1e-4, atol=1e-3)
+
+
+def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
+    fill = flexops.kernel("__global__ void fill(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] = value; }",
+                          "gpu_kernels::fill(Tensor(a!) y, float value) -> ()")  # fmt: skip
+    y = torch.zeros(7, device="cuda")
+    assert fill(y, 3.0) is None
+    assert torch.equal(y, torch.full_like(y, 3.0))
+    assert torch.equal(torch.compile(lambda y: (fill(y, 4.0), y + 1)[1], fullgraph=True)(y), torch.full_like(y, 5.0))
+    torch.library.opcheck(scale.op, (torch.randn(5, device="cuda"), 2.0))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor, ctx.shape = inputs[1], output.shape
+
+    trained = make_scale("trained", backward=lambda ctx, grad: (scale(grad.expand(ctx.shape), ctx.factor), None), setup_context=setup)
+    x = torch.randn(5, device="cuda", requires_grad=True)
+    for call in (trained, torch.compile(trained, fullgraph=True)):
+        assert torch.equal(torch.autograd.grad(call(x, 3.0).sum(), x)[0], torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_torch_compile(scale: flexops.Kernel, mode: str | None) -> None:
+    compiled = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, mode=mode)
+    for _ in range(4):
+        x = torch.randn(100, device="cuda")
+        torch.testing.assert_close(compiled(x), x.relu() * 2 + 1)
+
+
+def test_cuda_graphs_and_a_first_call_in_capture() -> None:
+    new = make_scale("in_capture", fresh(SCALE))
+    x, graph = torch.ones(100, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = new(x, 2.0)
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(out, torch.full_like(x, 2 * value))
+
+
+def test_streams(scale: flexops.Kernel) -> None:
+    """A launch on another stream waits for what is queued there, not for the default one's."""
+    stream = torch.cuda.Stream()
+    x = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3.0)
+        out = scale(x, 2.0)
+    stream.synchronize()
+    assert torch.equal(out, torch.full_like(x, 6.0))
+
+
+def test_threads_that_call_first_and_a_thread_without_a_context() -> None:
+    new = make_scale("on_threads", fresh(SCALE))
+    results: list[bool] = []
+
+    def work(factor: float) -> None:
+        x = torch.ones(1000, device="cuda")
+        for _ in range(300):
+            results.append(bool((new(x, factor) == factor).all()))
+
+    threads = [threading.Thread(target=work, args=(float(number + 1),)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert results == [True] * 600
+    x = torch.ones(10, device="cuda")
+    out = torch.empty_like(x)
+    fill = flexops.kernel("__global__ void put(const float* x, float* y, int n) { if (threadIdx.x < n) y[threadIdx.x] = x[threadIdx.x] + 1; }",
+                          "gpu_kernels::put(Tensor x, Tensor(a!) y) -> ()")  # fmt: skip
+    fill.compile(x, out)
+    alone = threading.Thread(target=fill, args=(x, out))
+    alone.start()
+    alone.join(60)
+    assert torch.equal(out, x + 1)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_another_device(scale: flexops.Kernel) -> None:
+    x = torch.ones(10, device="cuda:1")
+    assert torch.equal(scale(x, 2.0), x * 2)
+    assert torch.cuda.current_device() == 0
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    add = flexops.kernel("__global__ void add(const float* x, const float* y, float* out, int n) {}", "gpu_kernels::add(Tensor x, Tensor y) -> Tensor")
+    with pytest.raises((ValueError, RuntimeError), match=r"device|CPU|cpu"):
+        add(torch.ones(2, device="cuda"), torch.ones(2))
+
+
+def test_what_the_gpu_refuses_is_said(scale: flexops.Kernel) -> None:
+    big = make_scale("too_many_threads", block=2048)
+    with pytest.raises(RuntimeError, match=r"too_many_threads: CUDA error: .*block \(2048, 1, 1\)"):
+        big(torch.ones(3, device="cuda"), 1.0)
+    x = torch.ones(3, device="cuda")
+    assert torch.equal(scale(x, 2.0), x * 2), "the process goes on"
+
+
+def test_the_time_of_a_first_result_is_printed() -> None:
+    """In a process of its own: kernel defined, compiled, launched, result there; torch's context is there before."""
+    code = (
+        "import sys, time, torch, flexops\n"
+        "x = torch.ones(1000, device='cuda'); (x * 2).sum().item()\n"
+        f"source = {fresh(SCALE)!r}\n"
+        "started = time.perf_counter()\n"
+        "scale = flexops.kernel(source, 'scale(Tensor x, float factor) -> Tensor')\n"
+        "assert scale(x, 2.0).sum().item() == 2000\n"
+        "first = time.perf_counter() - started\n"
+        "print(f'flexops.kernel: first result after {first:.2f} s')\n"
+        "compile = getattr(torch.cuda, '_compile_kernel', None)\n"
+        "if compile:\n"
+        "    started = time.perf_counter()\n"
+        "    kernel = compile('extern \"C\" __global__ void s(const float* x, float* out, float f, int n)"
+        " { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f; } // ' + str(time.time()), 's')\n"
+        "    out = torch.empty_like(x)\n"
+        "    kernel(grid=(4, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n"
+        "    assert out.sum().item() == 2000\n"
+        "    print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    print("\n" + done.stdout)
+
+
+def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
+    """Host time of a call, queued without waiting, the contenders in turns; the least of several rounds."""
+    x = torch.ones(64, device="cuda")
+    contenders: dict[str, Callable[[], object]] = {"x * 2.0": lambda: x * 2.0, "flexops.kernel": lambda: scale(x, 2.0), "its op": lambda: scale.op(x, 2.0)}
+    if hasattr(torch.cuda, "_compile_kernel"):
+        text = 'extern "C" __global__ void s(const float* x, float* out, float f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
+        peer = torch.cuda._compile_kernel(text, "s")
+
+        def theirs() -> object:
+            out = torch.empty_like(x)
+            peer(grid=(1, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 64])
+            return out
+
+        contenders["torch.cuda._compile_kernel"] = theirs
+    least = dict.fromkeys(contenders, float("inf"))
+    for _ in range(20):
+        for name, call in contenders.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(500):
+                call()
+            least[name] = min(least[name], (time.perf_counter() - started) / 500)
+    print("\n" + "\n".join(f"{name:<28} {seconds * 1e6:.2f} us a call" for name, seconds in least.items()))
+    assert set(least) == set(contenders)
