@@ -101,19 +101,20 @@ Results run(const char* op, Tensor& logits, Tensor& target, const Options& o, bo
   return r;
 }
 
+std::tuple<Tensor, Tensor> both(Results r) { return {std::move(r.loss), std::move(r.stats)}; }
+
 std::tuple<Tensor, Tensor> cross_entropy(Tensor logits, Tensor target, int64_t ignore_index, double smoothing, double z_loss,
                                          int64_t reduction) {
   if (logits.dim() == 2 && !rows_are_contiguous(logits)) logits = contiguous(logits);
-  Results r = run("flexops::cross_entropy", logits, target, {ignore_index, smoothing, z_loss, reduction}, false, nullptr);
-  return {std::move(r.loss), std::move(r.stats)};
+  return both(run("flexops::cross_entropy", logits, target, {ignore_index, smoothing, z_loss, reduction}, false, nullptr));
 }
 
-Tensor cross_entropy_(Tensor logits, Tensor target, std::optional<Tensor> factors, int64_t ignore_index, double smoothing, double z_loss,
-                      int64_t reduction) {
+std::tuple<Tensor, Tensor> cross_entropy_(Tensor logits, Tensor target, std::optional<Tensor> factors, int64_t ignore_index,
+                                          double smoothing, double z_loss, int64_t reduction) {
   const char* op = "flexops::cross_entropy_";
   FLEXOPS_CHECK(logits.dim() != 2 || rows_are_contiguous(logits), op, ": logits must have contiguous rows to be overwritten");
   FLEXOPS_CHECK(logits.dim() != 2 || logits.size(0) < 2 || logits.strides()[0] >= logits.size(1), op, ": logits' rows must not overlap");
-  return run(op, logits, target, {ignore_index, smoothing, z_loss, reduction}, true, factors ? &*factors : nullptr).loss;
+  return both(run(op, logits, target, {ignore_index, smoothing, z_loss, reduction}, true, factors ? &*factors : nullptr));
 }
 
 Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int64_t ignore_index, double smoothing,

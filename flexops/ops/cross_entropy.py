@@ -70,7 +70,7 @@ def cross_entropy(
     if len(shape) != 1:
         target, logits = target.reshape(-1), logits.reshape(-1, logits.shape[-1])
     if inplace and logits.requires_grad and torch.is_grad_enabled() and _has_rows(logits):
-        loss: Tensor = _INPLACE(logits, target, None, ignore_index, label_smoothing, z_loss, code)
+        loss: Tensor = _INPLACE(logits, target, None, ignore_index, label_smoothing, z_loss, code)[0]
     else:
         loss = _FORWARD(logits, target, ignore_index, label_smoothing, z_loss, code)[0]
     return loss.view(shape) if code == 0 and len(shape) != 1 else loss
@@ -164,14 +164,16 @@ def _cross_entropy_reference(logits: Tensor, target: Tensor, ignore_index: int, 
 
 def _cross_entropy_inplace_reference(
     logits: Tensor, target: Tensor, factors: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, reduction: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     x = _widen(logits)
     stats = _stats(x, target, ignore_index)
     losses = _losses(x, target, stats, ignore_index, label_smoothing, z_loss)
     divisor = divisor_of(target, ignore_index, reduction, x.dtype)
     factor = (1.0 if factors is None else factors) / divisor
     logits.copy_(_gradient(x, target, stats, factor, ignore_index, label_smoothing, z_loss))
-    return losses if reduction == 0 else losses.sum() / divisor
+    if reduction == 0:
+        return losses, torch.cat(stats)
+    return losses.sum() / divisor, torch.cat([*stats, losses, divisor.unsqueeze(0)])
 
 
 def _cross_entropy_backward_reference(
@@ -198,10 +200,6 @@ def _cross_entropy_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return loss, logits.new_empty([2 * rows if reduction == 0 else 3 * rows + 1], dtype=dtype)
 
 
-def _cross_entropy_inplace_fake(logits: Tensor, *rest: Any) -> Tensor:
-    return logits.new_empty([logits.shape[0]] if rest[-1] == 0 else [], dtype=loss_dtype(logits))
-
-
 def _cross_entropy_backward_fake(_: Tensor, logits: Tensor, *__: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
@@ -222,13 +220,14 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | N
     return gradient, None, None, None, None, None
 
 
-def _inplace_setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+def _inplace_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
     logits = args[0]
     torch.autograd.graph.increment_version(logits)  # the op went past autograd: now whoever needs the logits' values finds out
     ctx.save_for_backward(logits)
+    ctx.mark_non_differentiable(results[1])
 
 
-def _inplace_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _inplace_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
     return scaled(gradient, grad), None, None, None, None, None, None
 
@@ -254,9 +253,9 @@ define(
 )
 define(
     "cross_entropy",
-    f"cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors, {_OPTIONS}) -> Tensor",
+    f"cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors, {_OPTIONS}) -> (Tensor, Tensor)",
     _cross_entropy_inplace_reference,
-    _cross_entropy_inplace_fake,
+    _cross_entropy_fake,
     setup_context=_inplace_setup,
     backward=_inplace_backward,
     function="cross_entropy",
@@ -284,7 +283,7 @@ def self_check(device: str) -> float:
     ops, one = torch.ops.flexops, logits.new_ones(())
     loss, stats = ops.cross_entropy(logits, target, *numbers)
     gradient, written = ops.cross_entropy_backward(one, logits, target, stats, *numbers), logits.clone()
-    fused = ops.cross_entropy_(written, target, None, *numbers)
+    fused = ops.cross_entropy_(written, target, None, *numbers)[0]
     expected_loss, expected_stats = _cross_entropy_reference(logits, target, *numbers)
     expected = _cross_entropy_backward_reference(one, logits, target, expected_stats, *numbers)
     return difference((loss, fused, gradient, written), (expected_loss, expected_loss, expected, expected))

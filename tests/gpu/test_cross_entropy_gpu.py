@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import flexops
+from flexops.bench.reference import OnReference
 from flexops.ops import cross_entropy as cross_entropy_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
@@ -38,9 +39,46 @@ def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...
         expected = cross_entropy_module._cross_entropy_backward_reference(upstream, x, target, expected_stats, *numbers)
         assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
         written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
-        assert_near(ops.cross_entropy_(written, target, factors, *numbers), expected_loss, size_of(x, numbers))
+        assert_near(ops.cross_entropy_(written, target, factors, *numbers)[0], expected_loss, size_of(x, numbers))
         cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
         assert_near(written, expected)
+
+
+def test_the_native_sum_takes_the_memory_of_the_gradient_alone() -> None:
+    x = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(50000, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(0, 50000, (4096,), device="cuda")
+
+    def peak(accumulate: str | None) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = flexops.linear_cross_entropy(x, weight, target, chunk_size=256, accumulate=accumulate)
+        most = torch.cuda.max_memory_allocated() - before
+        (gradient,) = torch.autograd.grad(loss, weight)
+        assert gradient.dtype == torch.bfloat16
+        return most
+
+    peak(None)  # cuBLAS' workspace
+    native, wide = peak("native"), peak("float32")
+    assert native < weight.nbytes + 4 * 256 * 50000 * 2 + 2 * x.nbytes
+    assert wide - native > 1.5 * weight.nbytes
+    assert peak(None) == wide
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_layers_options(softcap: float | None) -> None:
+    x, weight = (torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for shape in ((500, 256), (3000, 256)))
+    target = torch.randint(0, 3000, (500,), device="cuda")
+    target[::7] = -100
+    options = {"softcap": softcap, "class_weight": torch.rand(3000, device="cuda") + 0.5, "z_loss": 1e-3, "chunk_size": 128}
+    results = flexops.linear_cross_entropy(x, weight, target, **options, return_accuracy=True, return_z_loss=True)  # type: ignore[call-overload]
+    with OnReference():
+        expected = flexops.linear_cross_entropy(x, weight, target, **options, return_accuracy=True, return_z_loss=True)  # type: ignore[call-overload]
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(each[0], (x, weight)) for each in (results, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 133, 1025, 3000])
@@ -51,11 +89,11 @@ def test_more_rows_than_run_at_once(rows: int, dtype: torch.dtype) -> None:
     target = torch.randint(0, 40007, (rows,), device="cuda")
     target[1::7] = -100
     one, other = x.clone(), x.clone()
-    loss = torch.ops.flexops.cross_entropy_(one, target, None, -100, 0.1, 1e-4, 2)
-    assert torch.equal(loss, torch.ops.flexops.cross_entropy_(other, target, None, -100, 0.1, 1e-4, 2))
+    loss = torch.ops.flexops.cross_entropy_(one, target, None, -100, 0.1, 1e-4, 2)[0]
+    assert torch.equal(loss, torch.ops.flexops.cross_entropy_(other, target, None, -100, 0.1, 1e-4, 2)[0])
     assert torch.equal(one, other)
     expected = x.clone()
-    assert_near(loss, cross_entropy_module._cross_entropy_inplace_reference(expected, target, None, -100, 0.1, 1e-4, 2))
+    assert_near(loss, cross_entropy_module._cross_entropy_inplace_reference(expected, target, None, -100, 0.1, 1e-4, 2)[0])
     assert_near(one, expected)
 
 

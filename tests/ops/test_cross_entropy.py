@@ -69,6 +69,23 @@ def plain_layer(**options: Any) -> Callable[..., Tensor]:
     return call
 
 
+def weighted_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return *layer_inputs(make, shape), make.uniform(WIDE, low=0.2, high=3.0)
+
+
+def capped_layer(**options: Any) -> Callable[..., Tensor]:
+    return lambda x, weight, target, bias, class_weight: flexops.linear_cross_entropy(x, weight, target, bias, class_weight=class_weight, **options)
+
+
+def plain_capped_layer(softcap: float, **options: Any) -> Callable[..., Tensor]:
+    def call(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor, class_weight: Tensor) -> Tensor:
+        logits = torch.tanh(F.linear(x, weight, bias) / softcap) * softcap
+        loss = F.cross_entropy(logits, target, class_weight.to(logits.dtype), **options)
+        return loss if loss.dtype == torch.float64 else loss.float()
+
+    return call
+
+
 def wrong_calls() -> tuple[Refusal, ...]:
     x, t = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 
@@ -99,6 +116,12 @@ def wrong_layers() -> tuple[Refusal, ...]:
         wrong("weight must be on x's device, cpu, got meta", x, w.to("meta"), t),
         wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
         wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)", x, w, t[:1]),
+        wrong("softcap must be greater than 0, or None, got 0", x, w, t, softcap=0.0),
+        wrong("accumulate must be 'float32', 'native' or None, got 'bfloat16'", x, w, t, accumulate="bfloat16"),
+        wrong(r"class_weight must have shape \[5\], got \(4,\)", x, w, t, class_weight=w[0]),
+        wrong("class_weight must be a float32, float16 or bfloat16 tensor, or None, got list", x, w, t, class_weight=[1.0] * 5, error=TypeError),
+        wrong("class_weight must not require a gradient", x, w, t, class_weight=torch.ones(5, requires_grad=True)),
+        wrong("label_smoothing must be 0 with class_weight, got 0.1", x, w, t, class_weight=torch.ones(5), label_smoothing=0.1),
     )
 
 
@@ -106,6 +129,7 @@ SHAPES, LAYER_SHAPES = ((3, 8), (5, 100), (64, 1031)), ((3, 8), (5, 24), (64, 12
 LOGITS: dict[str, Any] = {"differentiable": (0,), "shapes": SHAPES, "draws": 16}
 LAYER: dict[str, Any] = {"names": ("x", "weight", "target", "bias"), "differentiable": (0, 1, 3), "parameters": (1, 3), "shapes": LAYER_SHAPES, "draws": 16}
 LAYER |= {"broadcasts": False}  # a weight that is the same for all classes has a gradient of x that is nothing but rounding
+CAPPED: dict[str, Any] = LAYER | {"names": ("x", "weight", "target", "bias", "class_weight"), "parameters": (1, 3, 4), "inductor": False}
 
 
 class TestContract(Contract):
@@ -117,6 +141,8 @@ class TestContract(Contract):
              huge=(2**14 + 5, 2**17 + 8), **LOGITS),
         Case("linear cross entropy of each row", "cross_entropy", layer(reduction="none", chunk_size=2), layer_inputs, plain_layer(reduction="none"),
              **LAYER),
+        Case("linear cross entropy of each row, capped and weighted", "cross_entropy", capped_layer(softcap=1.5, reduction="none", chunk_size=2),
+             weighted_inputs, plain_capped_layer(1.5, reduction="none"), **CAPPED),
     )  # fmt: skip
 
 
@@ -130,7 +156,9 @@ class TestMadeInTheForwardPass(Contract):
         Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits", "target"), empty=(),
              broadcasts=False, **LOGITS),
         Case("linear cross entropy", "cross_entropy", layer(chunk_size=40), layer_inputs, plain_layer(), empty=(), refusals=wrong_layers(),
-             slack=(2.0, 1.1), **LAYER),  # 16-bit gradients are rounded once more: when they are multiplied by the loss's own
+             slack=(2.0, 1.1), **LAYER),
+        Case("linear cross entropy, capped and weighted", "cross_entropy", capped_layer(softcap=1.5, chunk_size=40), weighted_inputs, plain_capped_layer(1.5),
+             empty=(), slack=(2.0, 1.1), **CAPPED),  # 16-bit gradients are rounded once more: when they are multiplied by the loss's own
     )  # fmt: skip
 
 
@@ -158,7 +186,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
         expected = cross_entropy_module._cross_entropy_backward_reference(upstream, x, target, expected_stats, *numbers)
         assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
         written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
-        assert_near(ops.cross_entropy_(written, target, factors, *numbers), expected_loss, size_of(x, numbers))
+        assert_near(ops.cross_entropy_(written, target, factors, *numbers)[0], expected_loss, size_of(x, numbers))
         cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
         assert_near(written, expected)
 
@@ -365,6 +393,117 @@ def test_the_weights_gradient_is_summed_in_float32() -> None:
         return float((gradient.double() - exact.double()).norm() / exact.double().norm())
 
     assert error(4) <= 1.5 * error(512)
+
+
+def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less memory, and not as exactly: with one rounding for each chunk."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in ((512, 8), (16, 8)))
+    target = torch.randint(0, 16, (512,), generator=generator)
+    (exact,) = torch.autograd.grad(F.cross_entropy(F.linear(x.double(), weight.double()), target), weight)
+    add, totals = linear_module._add_product, []
+    monkeypatch.setattr(linear_module, "_add_product", lambda total, a, b: (totals.append(total.dtype), add(total, a, b)))
+
+    def error(accumulate: str | None) -> float:
+        totals.clear()
+        (gradient,) = torch.autograd.grad(flexops.linear_cross_entropy(x, weight, target, chunk_size=32, accumulate=accumulate), weight)
+        assert gradient.dtype == torch.bfloat16
+        return float((gradient.double() - exact.double()).norm() / exact.double().norm())
+
+    exactly = error("float32")
+    assert totals == [torch.float32] * 16
+    assert error(None) == exactly
+    roughly = error("native")
+    assert totals == [torch.bfloat16] * 16
+    assert exactly < roughly < 16 * 2.0**-8
+
+
+def test_what_is_free_bounds_the_chunk_and_the_sum() -> None:
+    weight, row, gigabyte = 128256 * 4096, 128256 * 2, 2**30
+    for free, rows in ((None, 4096), (8 * gigabyte, 4096), (gigabyte, 2048), (gigabyte // 8, 256), (0, 64)):
+        sizes = [part.stop - part.start for part in linear_module._chunks(8192, row, 0, 2 * weight, free)]
+        assert sum(sizes) == 8192
+        assert max(sizes) <= rows < max(sizes) + 128, (free, sizes)
+    assert [part.stop - part.start for part in linear_module._chunks(8192, row, 4096, 2 * weight, 0)] == [4096, 4096]
+    for accumulate, free, wide in ((0, None, True), (0, 8 * gigabyte, True), (0, 2 * gigabyte, False), (1, 0, True), (2, 8 * gigabyte, False)):
+        assert linear_module._sums_wide(accumulate, weight, 2, gigabyte, free) is wide
+
+
+# ---- the soft cap, and what else is returned --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.usefixtures("both")
+def test_accuracy_and_z_loss(reduction: str, softcap: float | None, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((3, 20, 16), (5, 16)))
+    target = torch.randint(0, 5, (3, 20), generator=generator)
+    target[0, 4] = -100
+    class_weight = torch.rand(5, generator=generator) if weighted else None
+    options: dict[str, Any] = {"z_loss": 0.01, "reduction": reduction, "softcap": softcap, "class_weight": class_weight, "chunk_size": 7}
+    logits = F.linear(x, weight).flatten(0, 1)
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    used, flat = target.flatten() != -100, target.flatten()
+    by = torch.ones(60) if class_weight is None else class_weight[flat.clamp(0)]
+    right = ((logits.argmax(1) == flat) & used).float()
+    part = 0.01 * logits.logsumexp(1).square() * by * used
+    losses = F.cross_entropy(logits, flat, class_weight, reduction="none") + part
+    if reduction == "none":
+        expected = [each.view(3, 20) for each in (losses, right, part)]
+    else:
+        over = (1.0, 1.0) if reduction == "sum" else (by[used].sum(), used.sum())
+        expected = [losses.sum() / over[0], right.sum() / over[1], part.sum() / over[0]]
+    for needs_gradient in (True, False):
+        with torch.set_grad_enabled(needs_gradient):
+            loss, accuracy, z_loss = flexops.linear_cross_entropy(x, weight, target, **options, return_accuracy=True, return_z_loss=True)
+        for one, other in zip((loss, accuracy, z_loss), expected, strict=True):
+            torch.testing.assert_close(one.detach(), other.detach())
+        assert not accuracy.requires_grad
+        assert not z_loss.requires_grad
+        assert loss.requires_grad is needs_gradient
+        assert torch.equal(flexops.linear_cross_entropy(x, weight, target, **options, return_accuracy=True)[1], accuracy)
+        assert torch.equal(flexops.linear_cross_entropy(x, weight, target, **options, return_z_loss=True)[1], z_loss)
+    given = torch.randn(expected[0].shape, generator=generator)
+    loss = flexops.linear_cross_entropy(x, weight, target, **options, return_accuracy=True)[0]
+    for one, other in zip(*(torch.autograd.grad(each, (x, weight), given) for each in (loss, expected[0])), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_accuracy_and_z_loss_where_no_row_counts() -> None:
+    x, weight, target = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.full((3,), -100)
+    for class_weight in (None, torch.ones(5)):
+        both = {"z_loss": 0.1, "class_weight": class_weight, "return_accuracy": True, "return_z_loss": True}
+        loss, accuracy, z_loss = flexops.linear_cross_entropy(x, weight, target, **both)  # type: ignore[call-overload]
+        assert loss.isnan()
+        assert accuracy.isnan()
+        assert z_loss.isnan()
+        assert not torch.autograd.grad(loss, x)[0].any()
+        assert not any(each.any() for each in flexops.linear_cross_entropy(x, weight, target, reduction="none", **both))  # type: ignore[call-overload]
+
+
+def test_gemma_2s_loss() -> None:
+    """That of transformers' own model, with its gradients."""
+    from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=61, final_logit_softcapping=0.5, **sizes))
+    model.lm_head.weight.data.mul_(20.0)  # where the cap is felt
+    tokens = torch.randint(0, 61, (2, 9))
+
+    def ours() -> Tensor:
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        return flexops.linear_cross_entropy(hidden, model.lm_head.weight, tokens[:, 1:], softcap=0.5)
+
+    losses, gradients = [], []
+    for loss in (ours(), model(tokens, labels=tokens).loss):
+        losses.append(loss.detach())
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*losses)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_chunks() -> None:
