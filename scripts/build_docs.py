@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from flexops.op_builder import diagnose  # noqa: E402
-
+TABLES = ROOT / "flexops" / "op_builder" / "diagnose.py"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 CHECKS = ROOT / "flexops" / "doctor" / "checks"
 HEAD = """# Troubleshooting
@@ -31,10 +30,22 @@ that they know; a `…` stands for what depends on the machine.
 """
 
 
+def diagnose() -> ModuleType:
+    """The module with the tables, by its path: with the package comes torch, which takes seconds and is not needed."""
+    spec = importlib.util.spec_from_file_location("flexops_diagnose", TABLES)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 def troubleshooting() -> str:
     """The page, whole."""
-    builds = [(f"`{_pattern(rule.pattern)}`", rule.cause, rule.fix) for rule in diagnose.RULES]
-    loads = [(f"`{_pattern(rule.pattern)}`", rule.cause, rule.fix) for rule in diagnose.LOAD_RULES]
+    tables = diagnose()
+    builds = [(f"`{_pattern(rule.pattern)}`", rule.cause, rule.fix) for rule in tables.RULES]
+    loads = [(f"`{_pattern(rule.pattern)}`", rule.cause, rule.fix) for rule in tables.LOAD_RULES]
     parts = [
         HEAD,
         "## A build fails\n\nThe message begins with the first real error, its cause and its mend. They are told by what the compilers said, in this order:\n",

@@ -3,12 +3,13 @@
 # Python and a package index; the compiler (zig) comes from there.
 set -euo pipefail
 
-usage="usage: bash scripts/build_wheel.sh [--arch x86_64|aarch64]... [--out DIR]      (default: both, into dist/)"
-machines=() out=dist
+usage="usage: bash scripts/build_wheel.sh [--arch x86_64|aarch64]... [--out DIR] [--sdist]      (default: both, into dist/; --sdist adds the sources)"
+machines=() out=dist sdist=''
 while [ $# -gt 0 ]; do
   case $1 in
     --arch) machines+=("${2:?$usage}") && shift 2 ;;
     --out) out=${2:?$usage} && shift 2 ;;
+    --sdist) sdist=yes && shift ;;
     -h | --help) echo "$usage" && exit 0 ;;
     *) echo "build_wheel.sh: $1 is not understood; $usage" >&2 && exit 2 ;;
   esac
@@ -25,4 +26,10 @@ for machine in "${machines[@]}"; do
   FLEXOPS_WHEEL=$machine "$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$work" || { rm -rf "$work" && exit 1; }
   rm -rf "$work"
 done
+if [ -n "$sdist" ]; then
+  work=$(mktemp -d)
+  "$python" -m venv "$work/env" && "$work/env/bin/python" -m pip install --quiet --disable-pip-version-check build
+  "$work/env/bin/python" -m build --sdist --outdir "$out" "$root" >"$work/log" || { cat "$work/log" && rm -rf "$work" && exit 1; }
+  rm -rf "$work"
+fi
 ls -l "$out"/flexops_torch-*-manylinux_2_28_*.whl

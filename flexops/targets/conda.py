@@ -148,7 +148,7 @@ def _toolkit(variant: Variant, facts: Rules) -> Iterator[tuple[str, str]]:
 def _text(variants: Sequence[Variant], header: str, least_python: str) -> str:
     """YAML of values that go together by position, and of what is the same for all."""
     keys = list(variants[0].keys)
-    fixed = {"c_compiler": "gcc", "cxx_compiler": "gxx", "c_stdlib": "sysroot", "cuda_compiler": "cuda-nvcc", "python_min": least_python}
+    fixed = {"c_compiler": "gcc", "cxx_compiler": "gxx", "c_stdlib": "sysroot", "python_min": least_python}
     values = {**{key: [value] for key, value in fixed.items()}, **{key: [one.keys[key] for one in variants] for key in keys}}
     lines = [f"# {header}", *(f"{key}: [{', '.join(_quoted(value) for value in row)}]" for key, row in values.items())]
     return "\n".join([*lines, "zip_keys:", f"  - [{', '.join(keys)}]"]) + "\n"

@@ -167,24 +167,14 @@ class Miniature:
         package.run_exports = torch_exports(release)
         self.add(package)
 
-    def add_cuda_toolkit(self, root: Path, version: str) -> None:
-        """An installed toolkit in conda's layout: headers and libraries below ``targets``. One package holds it, beside the names it has there."""
-        package = self.new(f"cuda-nvcc_{PLATFORM}", version, depends=[f"cuda-version {version}.*"])
-        for folder in ("bin", "nvvm"):
-            package.tree(root / folder, folder)
-        for folder in ("include", "lib"):
-            package.tree(root / folder, f"targets/x86_64-linux/{folder}", "*.so*", "cmake")
-        package.run_exports = nvcc_exports(version)
+    def add_nvrtc(self, version: str, libraries: Path | None = None) -> None:
+        """What compiles kernels, where conda-forge has it; without libraries, its name. It is bounded by its major release."""
+        package = self.new("cuda-nvrtc-dev", version, depends=[f"cuda-version {version}.*"])
+        for library in libraries.glob("libnvrtc*.so.*") if libraries else ():
+            package.link(library, f"targets/x86_64-linux/lib/{library.name}")
+        package.write("share/cuda-nvrtc.txt", "NVRTC\n")
+        package.run_exports = {"weak": [f"cuda-nvrtc >={version}.1,<{int(version.partition('.')[0]) + 1}.0a0"]}
         self.add(package)
-        self.add_cuda_parts(version)
-
-    def add_cuda_parts(self, version: str) -> None:
-        """What the recipe needs beside nvcc. Only their run_exports are real: conda-forge bounds a library by the major release that it is of."""
-        until = f"<{int(version.partition('.')[0]) + 1}.0a0"
-        for name in ("cuda-cudart-dev", "cuda-cudart-static", "cuda-cccl", "cuda-nvrtc-dev"):
-            library = name.removesuffix("-dev")
-            exported = {"weak": [f"{library} >={version}.1,{until}"]} if library != name else {}
-            self.empty(name, version, depends=[f"cuda-version {version}.*"], **exported)
 
     def add_cuda_versions(self) -> None:
         for version in ("12.9", "13.0"):
@@ -235,19 +225,13 @@ def toolkits(root: Path, staging: Path, versions: Sequence[str]) -> None:
     """A channel of toolkits that compile nothing: what the recipe asks for, by name, and what that exports."""
     channel = Miniature(root, staging)
     for version in versions:
-        channel.empty(f"cuda-nvcc_{PLATFORM}", version, depends=[f"cuda-version {version}.*"], **nvcc_exports(version))
-        channel.add_cuda_parts(version)
+        channel.add_nvrtc(version)
 
 
 def torch_exports(release: str) -> dict[str, list[str]]:
     """conda-forge's torch is an exact minor for what links to it."""
     bound = f">={release},<{release.rpartition('.')[0]}.99"
     return {"weak": [f"libtorch {bound}", f"pytorch {bound}"]}
-
-
-def nvcc_exports(version: str) -> dict[str, list[str]]:
-    """Whatever it compiles is bound to its own minor release, and up."""
-    return {"strong": [f"cuda-version >={version},<{int(version.partition('.')[0]) + 1}"]}
 
 
 def add_to_info(package: Path, name: str, text: str) -> None:

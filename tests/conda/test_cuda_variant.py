@@ -1,4 +1,4 @@
-"""The CUDA variant, really compiled for every architecture with the toolkit of this machine. Slow; no GPU is needed."""
+"""The CUDA variant, really compiled for every architecture with the NVRTC of the tests' environment: no nvcc, no header of CUDA. Slow; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from flexops.channel.place import Place
 from flexops.channel.run import child
 from flexops.compute_capability import ComputeCapability
 from flexops.targets import conda
-from flexops.toolchain.model import CudaToolkit
+from flexops.toolchain import nvrtc
+from flexops.toolchain.context import SearchContext
+from flexops.toolchain.installed_torch import package_dirs
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cuda(world: World, cpu: CpuBuild, nvcc_toolkit: CudaToolkit, require: Callable[..., None]) -> Place:
-    """The variant for the release that the toolkit here is of. torch for CUDA is this environment's torch under that name: the stable ABI is the same."""
+def cuda(world: World, cpu: CpuBuild, require: Callable[..., None]) -> Place:
+    """The variant for the release that an NVRTC here is of. torch for CUDA is this environment's torch under that name: the stable ABI is the same."""
     from miniature import PYTHON, Miniature
 
-    release = str(nvcc_toolkit.version)
-    variant = next((one for one in targets.load().variants if one.cuda == release), None)
-    require(variant, f"a variant for CUDA {release}", 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", or run scripts/run_tests.sh, which does')
+    found = {one.value.version.major_minor: one.value.path.parent for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
+    variant = next((one for one in targets.load().variants if one.cuda in found), None)
+    require(variant, "NVRTC of a variant's CUDA", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
     assert variant is not None
+    release = variant.cuda
     extra = Miniature(world.root / "cuda-upstream", world.root / "staging")
-    extra.add_cuda_toolkit(nvcc_toolkit.root, release)
+    extra.add_nvrtc(release, found[release])
     distribution = importlib.metadata.distribution("torch")
     needs = [f"python {PYTHON}.*", "filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec"]
     extra.add_cuda_torch(release, distribution.version.partition("+")[0], needs, Path(str(distribution.locate_file(""))))

@@ -94,7 +94,7 @@ def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render: Callab
     assert (used["cuda_compiler_version"], used.get("cuda_arch_list", "None")) == (variant.cuda or "None", variant.arch_list or "None")
     assert (used["cxx_compiler_version"], used["c_stdlib_version"]) == (variant.compiler, variant.sysroot)
     text = str(alone["recipe"])
-    assert ("cuda-nvcc_linux-64" in text, "__cuda" in text) == (bool(variant.cuda), bool(variant.cuda))
+    assert ("cuda-nvrtc-dev" in text, "__cuda" in text, "nvcc" in text) == (bool(variant.cuda), bool(variant.cuda), False)
 
 
 def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered]) -> None:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# attach_to_release.sh DIR: attaches every conda package below DIR to the release of the tag in GITHUB_REF, and makes a draft of it, with the changelog's
+# section as its text, if there is none. Both processors have packages of one name, so a file is called <platform>--<package>.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+directory=${1:?attach_to_release.sh DIR}
+tag=${GITHUB_REF#refs/tags/}
+[[ $tag == v* ]] || { printf 'GITHUB_REF is %s, and no tag of a release\n' "${GITHUB_REF:-not set}" >&2 && exit 2; }
+
+if ! gh release view "$tag" >/dev/null 2>&1; then
+  python3 scripts/release.py notes "${tag#v}" | gh release create "$tag" --draft --verify-tag --title "flexops ${tag#v}" --notes-file -
+fi
+find "$directory" -name '*.conda' | sort | while read -r package; do
+  named=$directory/$(basename "$(dirname "$package")")--${package##*/}
+  mv "$package" "$named"
+  gh release upload "$tag" "$named" --clobber
+done
