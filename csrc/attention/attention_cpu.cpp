@@ -1,0 +1,158 @@
+// Attention forward on the CPU; see attention_cpu.h.
+//
+//   For each tile of queries: Q^T; for each block of keys that the tile sees: S^T = K Q^T, scores, P^T = e^(S^T - maximum so far), what was
+//   summed so far times e^(old - new maximum), O^T += V^T P^T. At the end O = O^T divided by the rows' sums, LSE = maximum + log(sum).
+
+#include "attention/attention_cpu.h"
+
+namespace flexops::FLEXOPS_ISA {
+
+/// Softmax's state of a tile's queries.
+struct TileSums {
+  alignas(64) float maximum[kTile], sum[kTile], correction[kTile];
+};
+
+static inline float settled(float maximum) { return maximum == -kAttentionInfinity ? 0.0f : maximum; }
+static inline Floats settled(Floats maximum) { return maximum == -kAttentionInfinity ? Floats{} : maximum; }
+
+/// Scores of kN registers of queries become weights (pairs of bfloat16 of neighbouring keys, in the place of the even ones).
+template <bool kPairs, int kN>
+static void weigh_columns(float* s, int64_t keys, float factor, TileSums& sums, int64_t column) {
+  Floats maximum[kN], shift[kN], sum[kN] = {};
+  for (int j = 0; j < kN; ++j) maximum[j] = load_floats(sums.maximum + column + j * kLanes);
+  for (int64_t i = 0; i < keys; ++i) {
+    for (int j = 0; j < kN; ++j) maximum[j] = greater(load_floats(s + i * kStride + j * kLanes), maximum[j]);
+  }
+  for (int j = 0; j < kN; ++j) {
+    float* before = sums.maximum + column + j * kLanes;
+    shift[j] = settled(maximum[j]) * factor;
+    store_floats(sums.correction + column + j * kLanes, weight_of(load_floats(before) * factor - shift[j]));
+    store_floats(before, maximum[j]);
+  }
+  const auto weigh = [&](int64_t i, int j) {
+    const Floats weight = weight_of(load_floats(s + i * kStride + j * kLanes) * factor - shift[j]);
+    sum[j] += weight;
+    return weight;
+  };
+  for (int64_t i = 0; i < keys; i += kPairs ? 2 : 1) {
+    for (int j = 0; j < kN; ++j) {
+      Floats weight = weigh(i, j);
+      if constexpr (kPairs) {
+        const Words odd = i + 1 < keys ? round_to_upper_half(weigh(i + 1, j)) & 0xffff0000u : Words{};
+        weight = (Floats)(round_to_upper_half(weight) >> 16 | odd);
+      }
+      store_floats(s + i * kStride + j * kLanes, weight);
+    }
+  }
+  for (int j = 0; j < kN; ++j) {
+    float* total = sums.sum + column + j * kLanes;
+    store_floats(total, load_floats(total) * load_floats(sums.correction + column + j * kLanes) + sum[j]);
+  }
+}
+template <bool kPairs>
+static void weigh(float* s, int64_t keys, int64_t columns, float factor, TileSums& sums) {
+  int64_t column = 0;
+  for (; column + 4 * kLanes <= columns; column += 4 * kLanes) weigh_columns<kPairs, 4>(s + column, keys, factor, sums, column);
+  for (; column < columns; column += kLanes) weigh_columns<kPairs, 1>(s + column, keys, factor, sums, column);
+}
+
+static void multiply_columns(float* out, int64_t rows, int64_t columns, const float* factors) {
+  for (int64_t j = 0; j < columns; j += kLanes) {
+    const Floats factor = load_floats(factors + j);
+    for (int64_t i = j; i < rows * kStride; i += kStride) store_floats(out + i, load_floats(out + i) * factor);
+  }
+}
+static bool all_one(const float* factors, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (factors[i] != 1.0f) return false;
+  }
+  return true;
+}
+
+/// What O^T's columns are multiplied by at last, in `correction`, and LSE.
+static void finish(const AttentionForward& call, const AttentionSequence& s, int64_t first, int64_t rows, float factor, TileSums& sums) {
+  const float* sink = call.problem.sinks ? call.problem.sinks + s.head : nullptr;
+  const int64_t batch = call.problem.packed() ? 0 : s.batch;
+  float* lse = call.lse ? call.lse + batch * call.lse_batch + s.head * call.lse_head + s.first_q + first : nullptr;
+  for (int64_t i = 0; i < rows; ++i) {
+    const bool none = sums.maximum[i] == -kAttentionInfinity;
+    float shift = settled(sums.maximum[i]) * factor, total = sums.sum[i], part = 1.0f;
+    if (sink) {  // one more score
+      const float most = none || *sink > shift ? settled(*sink) : shift;
+      part = none ? 0.0f : __builtin_expf(shift - most);
+      total = total * part + __builtin_expf(*sink - most), shift = most;
+    }
+    sums.correction[i] = total == 0.0f ? 0.0f : part / total;
+    if (lse) lse[i] = total == 0.0f ? -kAttentionInfinity : shift + __builtin_logf(total);
+  }
+}
+
+template <bool kPairs>
+class ForwardTiles {
+ public:
+  explicit ForwardTiles(const AttentionForward& call)
+      : call_(call),
+        p_(call.problem),
+        type_(static_cast<RowType>(call.problem.type)),
+        words_(words_of<kPairs>(p_.head_dim)),
+        scratch_(words_ * (kStride + most(kKeys, kTile)) + p_.head_dim_v * (kStride + most(kKeys, kTile)) + kKeys * kStride +
+                 kTile * kKeys + kKeys * kStride + 128),
+        q_(scratch_.take(words_ * kStride)),
+        k_(scratch_.take(words_ * most(kKeys, kTile))),
+        v_(scratch_.take(p_.head_dim_v * most(kKeys, kTile))),
+        s_(scratch_.take(kKeys * kStride)),
+        o_(scratch_.take(p_.head_dim_v * kStride)),
+        buffer_(scratch_.take(kTile * kKeys + kKeys * kStride)) {}
+
+  bool ready() const { return static_cast<bool>(scratch_); }
+
+  void compute(const AttentionSequence& s, int64_t first) {
+    const int64_t rows = least(kTile, s.length_q - first), columns = rounded_up(rows, kLanes), dim = p_.head_dim_v;
+    const KeyRange range(p_, s, first, rows);
+    const Scores scores(p_, s, first, rows);
+    TileSums sums;
+    for (int64_t i = 0; i < kTile; ++i) sums.maximum[i] = -kAttentionInfinity, sums.sum[i] = 0.0f;
+    load_transposed<kPairs>(call_.q.data, s.row_q(call_.q, first), call_.q.row, rows, p_.head_dim, type_, q_, k_);
+    memset(o_, 0, static_cast<size_t>(dim * kStride) * sizeof(float));
+    for (int64_t key = range.begin; key < range.end; key += kKeys) {
+      const int64_t keys = least(kKeys, range.end - key);
+      load_rows<kPairs>(call_.k.data, s.row_k(call_.k, key), call_.k.row, keys, p_.head_dim, type_, k_, words_);
+      multiply<kPairs>({k_, words_, 1, q_, kStride, s_, kStride, keys, columns, words_, false});
+      scores.apply(s_, nullptr, key, keys, buffer_);
+      weigh<kPairs>(s_, keys, columns, scores.factor(), sums);
+      if (!all_one(sums.correction, columns)) multiply_columns(o_, dim, columns, sums.correction);
+      load_steps<kPairs>(call_.v.data, s.row_k(call_.v, key), call_.v.row, keys, dim, type_, v_, dim);
+      multiply<kPairs>({v_, 1, dim, s_, kPairs ? 2 * kStride : kStride, o_, kStride, dim, columns, words_of<kPairs>(keys), true});
+    }
+    finish(call_, s, first, rows, scores.factor(), sums);
+    multiply_columns(o_, dim, columns, sums.correction);
+    store_transposed(o_, rows, dim, call_.o.data, s.row_q(call_.o, first), call_.o.row, type_, v_);
+  }
+
+ private:
+  const AttentionForward& call_;
+  const Attention& p_;
+  RowType type_;
+  int64_t words_;
+  Scratch scratch_;
+  float *q_, *k_, *v_, *s_, *o_, *buffer_;
+};
+
+template <bool kPairs>
+static void forward_items(const AttentionForward& call, int64_t begin, int64_t end) {
+  const Attention& p = call.problem;
+  ForwardTiles<kPairs> tiles(call);
+  const int64_t count = attention_cpu_tiles(p);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t both = item / count;
+    const AttentionSequence s(p, both / p.heads_q, both % p.heads_q);
+    if (item % count * kTile < s.length_q) tiles.compute(s, item % count * kTile);
+  }
+}
+
+void attention_cpu(const AttentionForward& call, int64_t begin, int64_t end) {
+  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return forward_items<true>(call, begin, end);
+  forward_items<false>(call, begin, end);
+}
+
+}  // namespace flexops::FLEXOPS_ISA
