@@ -1,9 +1,8 @@
 // Attention backward on the CPU; see attention_cpu.h.
 //
-//   For a key head of a sequence: K and V as left operands; for each query head that shares it and each tile of queries: Q and dO, as they
-//   are and transposed, delta = rowsum(dO O) - dLSE; for each block of keys that the tile sees: S^T = K Q^T, P^T = e^(score - LSE),
-//   dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T. dQ is written after its tile, dK and dV at the
-//   end.
+//   For a key head of a sequence, each query head that shares it and each tile of queries (of the item's part): Q and dO, as they are and
+//   transposed, delta = rowsum(dO O) - dLSE; for each block of keys that the tile sees: S^T = K Q^T, P^T = e^(score - LSE), dP^T = V dO^T,
+//   dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T. dQ is written after its tile, dK and dV at the end.
 
 #include "attention/attention_cpu.h"
 
@@ -27,6 +26,38 @@ static float dot_rows(const void* a, int64_t a_at, const void* b, int64_t b_at, 
 static void scale_floats(float* values, int64_t count, float scale) {
   for (int64_t i = 0; i < count; i += kLanes) store_floats(values + i, load_floats(values + i) * scale);
 }
+static void add_floats(float* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store_floats(to + i, load_floats(to + i) + load_floats(from + i));
+}
+
+/// What is added up of dK and dV of a key head: rows of floats.
+struct KeyGradients {
+  float *dk, *dv;
+  int64_t padded, padded_v;
+
+  KeyGradients(const Attention& p, float* at)
+      : dk(at), padded(attention_cpu_padded(p.head_dim)), padded_v(attention_cpu_padded(p.head_dim_v)) {
+    dv = dk + p.length_k * padded;
+  }
+  static int64_t floats(const Attention& p) { return p.length_k * (attention_cpu_padded(p.head_dim) + attention_cpu_padded(p.head_dim_v)); }
+
+  /// Writes the rows [begin, end).
+  void store(const AttentionBackward& call, const AttentionSequence& s, int64_t begin, int64_t end) const {
+    const Attention& p = call.problem;
+    const auto type = static_cast<RowType>(p.type);
+    scale_floats(dk + begin * padded, (end - begin) * padded, p.scale);
+    for (int64_t row = begin; row < end; ++row) {
+      store_row(dk + row * padded, call.dk.data, s.row_k(call.dk, row), p.head_dim, type);
+      store_row(dv + row * padded_v, call.dv.data, s.row_k(call.dv, row), p.head_dim_v, type);
+    }
+  }
+
+ private:
+  static void store_row(const float* from, void* to, int64_t at, int64_t count, RowType type) {
+    if (type == RowType::f32) memcpy(static_cast<float*>(to) + at, from, static_cast<size_t>(count) * sizeof(float));
+    narrow_row(from, to, at, count, type);
+  }
+};
 
 template <bool kPairs>
 class BackwardHeads {
@@ -39,16 +70,16 @@ class BackwardHeads {
         dim_v_(p_.head_dim_v),
         words_(words_of<kPairs>(dim_)),
         words_v_(words_of<kPairs>(dim_v_)),
-        padded_(rounded_up(dim_, kLanes)),
-        padded_v_(rounded_up(dim_v_, kLanes)),
-        scratch_(rounded_up(p_.length_k, 2) * (words_ + words_v_ + padded_ + padded_v_ + (kPairs ? dim_ / 2 + 1 : 0)) +
-                 kTile * (2 * padded_ + 2 * padded_v_) + kStride * (words_ + words_v_ + padded_) + kKeys * kStride * 5 + kTile * kKeys +
-                 kKeys * kStride + 512),
+        padded_(attention_cpu_padded(dim_)),
+        padded_v_(attention_cpu_padded(dim_v_)),
+        parts_(attention_cpu_parts(p_)),
+        scratch_(p_.length_k * (words_ + words_v_) + (kPairs ? (p_.length_k + 1) / 2 * dim_ : 0) +
+                 (parts_ > 1 ? 0 : KeyGradients::floats(p_)) + kTile * (padded_ + padded_v_) + kStride * (words_ + words_v_ + dim_) +
+                 3 * kKeys * kStride + buffer_floats() + 256),
         k_(scratch_.take(p_.length_k * words_)),
         v_(scratch_.take(p_.length_k * words_v_)),
-        k_steps_(kPairs ? scratch_.take((p_.length_k + 1) / 2 * dim_) : k_),
-        dk_(scratch_.take(p_.length_k * padded_)),
-        dv_(scratch_.take(p_.length_k * padded_v_)),
+        k_steps_(scratch_.take(kPairs ? (p_.length_k + 1) / 2 * dim_ : 0)),
+        sums_(p_, parts_ > 1 ? nullptr : scratch_.take(KeyGradients::floats(p_))),
         q_(scratch_.take(kTile * padded_)),
         do_(scratch_.take(kTile * padded_v_)),
         q_transposed_(scratch_.take(words_ * kStride)),
@@ -57,39 +88,35 @@ class BackwardHeads {
         s_(scratch_.take(kKeys * kStride)),
         ds_(scratch_.take(kKeys * kStride)),
         slopes_(scratch_.take(kKeys * kStride)),
-        buffer_(scratch_.take(most(kTile * kKeys + kKeys * kStride, kTile * most(padded_, padded_v_)))) {}
+        buffer_(scratch_.take(buffer_floats())) {}
 
   bool ready() const { return static_cast<bool>(scratch_); }
 
-  void compute(int64_t batch, int64_t head_k) {
-    const int64_t group = p_.heads_q / p_.heads_k;
-    const AttentionSequence first(p_, batch, head_k * group);
-    load_keys(first);
-    for (int64_t head = head_k * group; head < (head_k + 1) * group; ++head) {
-      const AttentionSequence s(p_, batch, head);
-      for (int64_t tile = 0; tile < s.length_q; tile += kTile) add_tile(s, tile);
+  /// An item; its dK and dV go to `sums`, if there are several parts.
+  void compute(int64_t item, float* sums) {
+    const int64_t both = item / parts_, part = item % parts_, group = p_.heads_q / p_.heads_k;
+    const int64_t batch = both / p_.heads_k, head = both % p_.heads_k * group;
+    const AttentionSequence keys(p_, batch, head);
+    if (parts_ > 1) sums_ = KeyGradients(p_, sums + item * KeyGradients::floats(p_));
+    memset(sums_.dk, 0, static_cast<size_t>(KeyGradients::floats(p_)) * sizeof(float));
+    load_keys(keys);
+    const int64_t tiles = (keys.length_q + kTile - 1) / kTile;
+    for (int64_t tile = part; tile < group * tiles; tile += parts_) {
+      add_tile(AttentionSequence(p_, batch, head + tile / tiles), tile % tiles * kTile);
     }
-    store_keys(dk_, first, call_.dk, dim_, padded_, p_.scale);
-    store_keys(dv_, first, call_.dv, dim_v_, padded_v_, 1.0f);
+    if (parts_ == 1) sums_.store(call_, keys, 0, keys.length_k);
   }
 
  private:
+  int64_t buffer_floats() const { return kTile * kKeys + kKeys * kStride + kTile * most(padded_, padded_v_); }
+
+  /// K and V as left operands, side by side, for all tiles.
   void load_keys(const AttentionSequence& s) {
     const AttentionTensor &k = call_.k, &v = call_.v;
-    load_rows<kPairs>(k.data, s.row_k(k, 0), k.row, s.length_k, dim_, type_, k_, words_);
-    load_rows<kPairs>(v.data, s.row_k(v, 0), v.row, s.length_k, dim_v_, type_, v_, words_v_);
-    if (kPairs) load_steps<kPairs>(k.data, s.row_k(k, 0), k.row, s.length_k, dim_, type_, k_steps_, dim_);
-    memset(dk_, 0, static_cast<size_t>(s.length_k * padded_) * sizeof(float));
-    memset(dv_, 0, static_cast<size_t>(s.length_k * padded_v_) * sizeof(float));
-  }
-
-  void store_keys(float* from, const AttentionSequence& s, const AttentionTensor& to, int64_t columns, int64_t stride, float scale) {
-    for (int64_t row = 0; row < s.length_k; ++row, from += stride) {
-      if (scale != 1.0f) scale_floats(from, stride, scale);
-      const int64_t at = s.row_k(to, row);
-      if (type_ == RowType::f32) memcpy(static_cast<float*>(to.data) + at, from, static_cast<size_t>(columns) * sizeof(float));
-      narrow_row(from, to.data, at, columns, type_);
-    }
+    const int64_t at = s.row_k(k, 0), at_v = s.row_k(v, 0);
+    load_rows<kPairs>(k.data, at, k.row, s.length_k, dim_, type_, k_, words_);
+    load_rows<kPairs>(v.data, at_v, v.row, s.length_k, dim_v_, type_, v_, words_v_);
+    if (kPairs) load_steps<kPairs>(k.data, at, k.row, s.length_k, dim_, type_, k_steps_, dim_);
   }
 
   void load_tile(const AttentionSequence& s, int64_t first, int64_t rows) {
@@ -115,7 +142,7 @@ class BackwardHeads {
     const KeyRange range(p_, s, first, rows);
     const Scores scores(p_, s, first, rows);
     load_tile(s, first, rows);
-    for (int64_t key = most(0, range.begin) / kKeys * kKeys; key < range.end; key += kKeys) {
+    for (int64_t key = range.begin / kKeys * kKeys; key < range.end; key += kKeys) {
       add_block(scores, key, least(kKeys, s.length_k - key), rows, columns);
     }
     scale_floats(dq_, dim_ * kStride, p_.scale);
@@ -127,13 +154,16 @@ class BackwardHeads {
     scores.apply(s_, slopes_, key, keys, buffer_);
     multiply<kPairs>({v_ + key * words_v_, words_v_, 1, do_transposed_, kStride, ds_, kStride, keys, columns, words_v_, false});
     differentiate(scores, keys, columns);
-    const int64_t steps = words_of<kPairs>(rows), key_steps = words_of<kPairs>(keys);
-    const float* ds = kPairs ? ds_rows_ : ds_;
-    const int64_t left_row = kPairs ? kTile / 2 : kStride;
-    multiply<kPairs>({kPairs ? p_rows_ : s_, left_row, 1, do_, padded_v_, dv_ + key * padded_v_, padded_v_, keys, padded_v_, steps, true});
-    multiply<kPairs>({ds, left_row, 1, q_, padded_, dk_ + key * padded_, padded_, keys, padded_, steps, true});
-    multiply<kPairs>({kPairs ? k_steps_ + key / 2 * dim_ : k_ + key * words_, 1, kPairs ? dim_ : words_, ds_,
-                      kPairs ? 2 * kStride : kStride, dq_, kStride, dim_, columns, key_steps, true});
+    const float *p = kPairs ? p_pairs_ : s_, *ds = kPairs ? ds_pairs_ : ds_;
+    const int64_t left_row = kPairs ? kTile / 2 : kStride, steps = words_of<kPairs>(rows);
+    float *dk = sums_.dk + key * padded_, *dv = sums_.dv + key * padded_v_;
+    multiply<kPairs>({p, left_row, 1, do_, padded_v_, dv, padded_v_, keys, padded_v_, steps, true});
+    multiply<kPairs>({ds, left_row, 1, q_, padded_, dk, padded_, keys, padded_, steps, true});
+    if constexpr (kPairs) {
+      multiply<true>({k_steps_ + key / 2 * dim_, 1, dim_, ds_, 2 * kStride, dq_, kStride, dim_, columns, words_of<true>(keys), true});
+    } else {
+      multiply<false>({k_ + key * words_, 1, words_, ds_, kStride, dq_, kStride, dim_, columns, keys, true});
+    }
   }
 
   /// S^T and dP^T become P^T and dS^T. Of pairs, dS^T is needed with neighbouring queries together and with neighbouring keys.
@@ -147,9 +177,9 @@ class BackwardHeads {
         Floats gradient = weight * (load_floats(ds) - load_floats(delta_ + j));
         if (has_slopes) gradient *= load_floats(slopes_ + i * kStride + j);
         if constexpr (kPairs) {
-          store_bf16(reinterpret_cast<uint16_t*>(p_rows_ + i * (kTile / 2)) + j, weight);
           const Words rounded = round_to_upper_half(gradient) >> 16;
-          store_halves(reinterpret_cast<uint16_t*>(ds_rows_ + i * (kTile / 2)) + j, rounded);
+          store_bf16(reinterpret_cast<uint16_t*>(p_pairs_ + i * (kTile / 2)) + j, weight);
+          store_halves(reinterpret_cast<uint16_t*>(ds_pairs_ + i * (kTile / 2)) + j, rounded);
           if (i % 2 == 0) {
             store_floats(ds, (Floats)rounded);
           } else {
@@ -166,24 +196,45 @@ class BackwardHeads {
   const AttentionBackward& call_;
   const Attention& p_;
   RowType type_;
-  int64_t dim_, dim_v_, words_, words_v_, padded_, padded_v_;
+  int64_t dim_, dim_v_, words_, words_v_, padded_, padded_v_, parts_;
   Scratch scratch_;
-  float *k_, *v_, *k_steps_, *dk_, *dv_;                   // of the key head
+  float *k_, *v_, *k_steps_;  // of the key head
+  KeyGradients sums_;
   float *q_, *do_, *q_transposed_, *do_transposed_, *dq_;  // of the tile
   float *s_, *ds_, *slopes_, *buffer_;                     // of the block
-  alignas(64) float lse_[kTile], delta_[kTile];
-  alignas(64) float p_rows_[kPairs ? kKeys * kTile / 2 : 1], ds_rows_[kPairs ? kKeys * kTile / 2 : 1];
+  alignas(64) float lse_[kTile], delta_[kTile], p_pairs_[kPairs ? kKeys * kTile / 2 : 1], ds_pairs_[kPairs ? kKeys * kTile / 2 : 1];
 };
 
 template <bool kPairs>
-static void backward_items(const AttentionBackward& call, int64_t begin, int64_t end) {
+static bool backward_items(const AttentionBackward& call, float* workspace, int64_t* taken) {
   BackwardHeads<kPairs> heads(call);
-  for (int64_t item = begin; item < end; ++item) heads.compute(item / call.problem.heads_k, item % call.problem.heads_k);
+  if (!heads.ready()) return false;
+  const int64_t items = attention_cpu_items(call);
+  for (int64_t item = take_item(taken); item < items; item = take_item(taken)) heads.compute(item, workspace);
+  return true;
 }
 
-void attention_backward_cpu(const AttentionBackward& call, int64_t begin, int64_t end) {
-  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return backward_items<true>(call, begin, end);
-  backward_items<false>(call, begin, end);
+bool attention_backward_cpu(const AttentionBackward& call, float* workspace, int64_t* taken) {
+  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return backward_items<true>(call, workspace, taken);
+  return backward_items<false>(call, workspace, taken);
+}
+
+void attention_add_parts_cpu(const AttentionBackward& call, float* workspace, int64_t begin, int64_t end) {
+  const Attention& p = call.problem;
+  const int64_t parts = attention_cpu_parts(p), floats = KeyGradients::floats(p), blocks = attention_cpu_key_blocks(p);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t both = item / blocks, first = item % blocks * kKeys;
+    const AttentionSequence s(p, both / p.heads_k, both % p.heads_k * (p.heads_q / p.heads_k));
+    const int64_t last = least(first + kKeys, s.length_k);
+    if (first >= last) continue;
+    const KeyGradients sums(p, workspace + both * parts * floats);
+    for (int64_t part = 1; part < parts; ++part) {
+      const KeyGradients more(p, sums.dk + part * floats);
+      add_floats(sums.dk + first * sums.padded, more.dk + first * sums.padded, (last - first) * sums.padded);
+      add_floats(sums.dv + first * sums.padded_v, more.dv + first * sums.padded_v, (last - first) * sums.padded_v);
+    }
+    sums.store(call, s, first, last);
+  }
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -116,13 +116,12 @@ class ForwardTiles {
     memset(o_, 0, static_cast<size_t>(dim * kStride) * sizeof(float));
     for (int64_t key = range.begin; key < range.end; key += kKeys) {
       const int64_t keys = least(kKeys, range.end - key);
-      load_rows<kPairs>(call_.k.data, s.row_k(call_.k, key), call_.k.row, keys, p_.head_dim, type_, k_, words_);
-      multiply<kPairs>({k_, words_, 1, q_, kStride, s_, kStride, keys, columns, words_, false});
+      const Left k = place_rows(key, keys, s), v = place_steps(key, keys, s);
+      multiply<kPairs>({k.data, k.stride, 1, q_, kStride, s_, kStride, keys, columns, words_, false});
       scores.apply(s_, nullptr, key, keys, buffer_);
       weigh<kPairs>(s_, keys, columns, scores.factor(), sums);
       if (!all_one(sums.correction, columns)) multiply_columns(o_, dim, columns, sums.correction);
-      load_steps<kPairs>(call_.v.data, s.row_k(call_.v, key), call_.v.row, keys, dim, type_, v_, dim);
-      multiply<kPairs>({v_, 1, dim, s_, kPairs ? 2 * kStride : kStride, o_, kStride, dim, columns, words_of<kPairs>(keys), true});
+      multiply<kPairs>({v.data, 1, v.stride, s_, kPairs ? 2 * kStride : kStride, o_, kStride, dim, columns, words_of<kPairs>(keys), true});
     }
     finish(call_, s, first, rows, scores.factor(), sums);
     multiply_columns(o_, dim, columns, sums.correction);
@@ -130,6 +129,26 @@ class ForwardTiles {
   }
 
  private:
+  /// A block of K or V: float32 is read where it lies.
+  struct Left {
+    const float* data;
+    int64_t stride;
+  };
+  Left place_rows(int64_t key, int64_t keys, const AttentionSequence& s) const {
+    const AttentionTensor& k = call_.k;
+    const int64_t at = s.row_k(k, key);
+    if (type_ == RowType::f32) return {static_cast<const float*>(k.data) + at, k.row};
+    load_rows<kPairs>(k.data, at, k.row, keys, p_.head_dim, type_, k_, words_);
+    return {k_, words_};
+  }
+  Left place_steps(int64_t key, int64_t keys, const AttentionSequence& s) const {
+    const AttentionTensor& v = call_.v;
+    const int64_t at = s.row_k(v, key);
+    if (type_ == RowType::f32) return {static_cast<const float*>(v.data) + at, v.row};
+    load_steps<kPairs>(v.data, at, v.row, keys, p_.head_dim_v, type_, v_, p_.head_dim_v);
+    return {v_, p_.head_dim_v};
+  }
+
   const AttentionForward& call_;
   const Attention& p_;
   RowType type_;
@@ -139,20 +158,22 @@ class ForwardTiles {
 };
 
 template <bool kPairs>
-static void forward_items(const AttentionForward& call, int64_t begin, int64_t end) {
+static bool forward_items(const AttentionForward& call, int64_t* taken) {
   const Attention& p = call.problem;
   ForwardTiles<kPairs> tiles(call);
-  const int64_t count = attention_cpu_tiles(p);
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t both = item / count;
+  if (!tiles.ready()) return false;
+  const int64_t items = attention_cpu_items(call), count = attention_cpu_tiles(p);
+  for (int64_t item = take_item(taken); item < items; item = take_item(taken)) {
+    const int64_t both = item / count, first = (count - 1 - item % count) * kTile;  // under a causal mask, the longest first
     const AttentionSequence s(p, both / p.heads_q, both % p.heads_q);
-    if (item % count * kTile < s.length_q) tiles.compute(s, item % count * kTile);
+    if (first < s.length_q) tiles.compute(s, first);
   }
+  return true;
 }
 
-void attention_cpu(const AttentionForward& call, int64_t begin, int64_t end) {
-  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return forward_items<true>(call, begin, end);
-  forward_items<false>(call, begin, end);
+bool attention_cpu(const AttentionForward& call, int64_t* taken) {
+  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return forward_items<true>(call, taken);
+  return forward_items<false>(call, taken);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -25,7 +25,7 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-constexpr int64_t kTile = kAttentionRows, kKeys = 64;
+constexpr int64_t kTile = kAttentionRows, kKeys = kAttentionKeys;
 constexpr int64_t kStride = kTile + 16;  // of a tile's transposed matrices: rows 256 bytes apart would share few sets of the cache
 constexpr float kAttentionInfinity = __builtin_inff();
 
@@ -84,19 +84,26 @@ struct AttentionSequence {
   int64_t batch, head, head_k, first_q, first_k, length_q, length_k, offset;
 
   AttentionSequence(const Attention& p, int64_t batch_, int64_t head_)
-      : batch(batch_),
-        head(head_),
-        head_k(head_ / (p.heads_q / p.heads_k)),
-        first_q(p.packed() ? p.cumulative_q[batch_] : 0),
-        first_k(p.packed() ? p.cumulative_k[batch_] : 0),
-        length_q(p.packed() ? p.cumulative_q[batch_ + 1] - first_q : p.length_q),
-        length_k(p.packed() ? p.cumulative_k[batch_ + 1] - first_k : p.length_k),
-        offset(length_k - length_q) {}
+      : batch(batch_), head(head_), head_k(head_ / (p.heads_q / p.heads_k)) {
+    place(p.cumulative_q, p.rows_q, p.length_q, first_q, length_q);
+    place(p.cumulative_k, p.rows_k, p.length_k, first_k, length_k);
+    offset = length_k - length_q;
+  }
 
   /// Where row `row` begins, in elements.
   int64_t row_q(const AttentionTensor& x, int64_t row) const { return batch * x.batch + (first_q + row) * x.row + head * x.head; }
   int64_t row_k(const AttentionTensor& x, int64_t row) const { return batch * x.batch + (first_k + row) * x.row + head_k * x.head; }
+
+ private:
+  /// Whatever the cumulative lengths say, within the tensor, and no longer than the longest.
+  void place(const int32_t* cumulative, int64_t rows, int64_t longest, int64_t& first, int64_t& length) const {
+    first = cumulative ? least(most(cumulative[batch], 0), rows) : 0;
+    length = cumulative ? least(least(most(cumulative[batch + 1] - first, 0), rows - first), longest) : longest;
+  }
 };
+
+/// The next item that nobody has taken.
+inline int64_t take_item(int64_t* taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
 
 /// The keys [begin, end) that some of the queries [first, first + count) see.
 struct KeyRange {
