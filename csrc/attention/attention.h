@@ -65,34 +65,35 @@ const char* attention_backward_cuda(const AttentionBackward& call, void* workspa
 // ---- CPU: the work is cut into items, none of which writes what another does: forward a tile of queries of a sequence and head, backward
 // a key head of a sequence, with all query heads that share it. Each of torch's threads calls a function once, which takes items off
 // `taken`, a count that all share, as long as there are any: under a mask, or in sequences of many lengths, they differ in what they cost.
-// Returns false if there is no memory. ----
+// Returns false if there is no memory.
+// (static: each ISA level has its own.) ----
 
 constexpr int64_t kAttentionRows = 64, kAttentionKeys = 64;  // of a tile of queries, and of a block of keys
-inline int64_t attention_cpu_tiles(const Attention& p) { return (p.length_q + kAttentionRows - 1) / kAttentionRows; }
-inline int64_t attention_cpu_items(const AttentionForward& call) {
+static inline int64_t attention_cpu_tiles(const Attention& p) { return (p.length_q + kAttentionRows - 1) / kAttentionRows; }
+static inline int64_t attention_cpu_items(const AttentionForward& call) {
   return call.problem.batch * call.problem.heads_q * attention_cpu_tiles(call.problem);
 }
 
 /// Of few key heads, the queries are shared out to several items, whose dK and dV are added up afterwards: in how many parts depends on the
 /// shape alone, and with it the order of the sums.
-inline int64_t attention_cpu_parts(const Attention& p) {
+static inline int64_t attention_cpu_parts(const Attention& p) {
   constexpr int64_t kItems = 16, kLeast = 4;  // tiles that are worth a part
   const int64_t heads = p.batch * p.heads_k, wanted = heads > 0 ? (kItems + heads - 1) / heads : 1;
   const int64_t most = heads > 0 ? p.heads_q / p.heads_k * attention_cpu_tiles(p) / kLeast : 1;
   return wanted < most ? wanted : most < 1 ? 1 : most;
 }
-inline int64_t attention_cpu_items(const AttentionBackward& call) {
+static inline int64_t attention_cpu_items(const AttentionBackward& call) {
   return call.problem.batch * call.problem.heads_k * attention_cpu_parts(call.problem);
 }
-inline int64_t attention_cpu_key_blocks(const Attention& p) { return (p.length_k + kAttentionKeys - 1) / kAttentionKeys; }
+static inline int64_t attention_cpu_key_blocks(const Attention& p) { return (p.length_k + kAttentionKeys - 1) / kAttentionKeys; }
 /// Items of adding up.
-inline int64_t attention_cpu_sums(const AttentionBackward& call) {
+static inline int64_t attention_cpu_sums(const AttentionBackward& call) {
   return attention_cpu_parts(call.problem) > 1 ? call.problem.batch * call.problem.heads_k * attention_cpu_key_blocks(call.problem) : 0;
 }
 /// Rows of the parts' dK and dV begin at multiples of a cache line.
-inline int64_t attention_cpu_padded(int64_t columns) { return (columns + 15) / 16 * 16; }
+static inline int64_t attention_cpu_padded(int64_t columns) { return (columns + 15) / 16 * 16; }
 /// Floats for the parts: none, if there is one.
-inline int64_t attention_cpu_workspace(const AttentionBackward& call) {
+static inline int64_t attention_cpu_workspace(const AttentionBackward& call) {
   const Attention& p = call.problem;
   const int64_t parts = attention_cpu_parts(p), columns = attention_cpu_padded(p.head_dim) + attention_cpu_padded(p.head_dim_v);
   return parts > 1 ? parts * p.batch * p.heads_k * p.length_k * columns : 0;

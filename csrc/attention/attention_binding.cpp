@@ -156,6 +156,26 @@ void run(const char* op, const Call& call, const Tensor& q, const Launcher& laun
   const Tensor workspace = empty(&bytes, 1, Dtype::u8, q);
   check_launch(op, launcher(call, workspace.data(), current_stream(q)));
 }
+#else
+/// Rows of packed tensors that belong to no sequence are written by nobody.
+void clear(const Tensor& tensor, float value) {
+  if (tensor.dtype() != Dtype::f32) {
+    memset(tensor.data(), 0, static_cast<size_t>(tensor.numel() * dtype_size(tensor.dtype())));
+    return;
+  }
+  float* numbers = tensor.data<float>();
+  for (int64_t i = 0; i < tensor.numel(); ++i) numbers[i] = value;
+}
+
+/// Calls `kernel` once for each of torch's threads, at most for each `grain` items; together they take all of the items.
+template <class Kernel>
+void share_out(const char* op, int64_t items, int64_t grain, const Kernel& kernel) {
+  int64_t taken = 0, failed = 0;
+  parallel_for(0, items, grain, [&](int64_t, int64_t) {
+    if (!kernel(&taken)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+  });
+  FLEXOPS_CHECK(failed == 0, op, ": there is no memory for its tiles");
+}
 #endif
 
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> bias, std::optional<Tensor> alibi,
@@ -181,9 +201,10 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional
 #if FLEXOPS_DEVICE_CUDA
   run(op, c, q, attention_cuda);
 #else
+  if (a.packed()) clear(out, 0.0f), clear(lse, -__builtin_inff());
   constexpr int64_t kProducts = 1 << 16;  // that are worth a thread
-  const int64_t items = attention_cpu_items(c), each = kAttentionRows * (a.length_k + 1) * (a.head_dim + a.head_dim_v);
-  parallel_for(0, items, kProducts / each, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(attention_cpu)(c, begin, end); });
+  const int64_t items = attention_cpu_items(c), each = kAttentionRows * (a.length_k + 1) * (a.head_dim + a.head_dim_v + 1);
+  share_out(op, items, kProducts / each, [&](int64_t* taken) { return FLEXOPS_ISA_CALL(attention_cpu)(c, taken); });
 #endif
   return {std::move(out), std::move(lse)};
 }
@@ -231,8 +252,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
 #if FLEXOPS_DEVICE_CUDA
   run(op, c, q, attention_backward_cuda);
 #else
-  const int64_t items = attention_cpu_items(c);
-  parallel_for(0, items, 0, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(attention_backward_cpu)(c, begin, end); });
+  const bool none = a.batch == 0 || a.heads_q == 0 || a.rows_q == 0;
+  if (a.packed() || none) clear(dq, 0.0f), clear(dk, 0.0f), clear(dv, 0.0f);
+  if (none) return {std::move(dq), std::move(dk), std::move(dv)};
+  const int64_t floats = attention_cpu_workspace(c);
+  const Tensor workspace = empty(&floats, 1, Dtype::f32, q);
+  float* parts = workspace.data<float>();
+  share_out(op, attention_cpu_items(c), 1, [&](int64_t* taken) { return FLEXOPS_ISA_CALL(attention_backward_cpu)(c, parts, taken); });
+  parallel_for(0, attention_cpu_sums(c), 4,
+               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(attention_add_parts_cpu)(c, parts, begin, end); });
 #endif
   return {std::move(dq), std::move(dk), std::move(dv)};
 }
