@@ -80,6 +80,10 @@ class CacheError(FlexopsError):
     exit_code = 7
 
 
+class RemoteError(CacheError):
+    """The remote cache cannot be used as asked: not reached, forbidden, or its client is not installed."""
+
+
 class NativeUnavailableError(FlexopsError):
     """No native kernel can be had for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference out."""
 

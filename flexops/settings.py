@@ -32,6 +32,9 @@ _COMPILER_VARIABLES = (
 )
 _DEFAULT_CACHE_BYTES = 5 * 2**30
 _DEFAULT_TIMEOUT = 3600
+_DEFAULT_WAIT = 60
+_REMOTES = ("s3", "gs", "az", "https", "oci", "file")
+_NEAR = ("localhost", "127.0.0.1", "[::1]")
 _MOST_DIGITS = 9
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -49,6 +52,11 @@ class Settings:
         cache_trusted_keys: ``FLEXOPS_CACHE_TRUSTED_KEYS``: an ``allowed_signers`` file; nothing that these keys have not signed is opened.
         cache_copies: where verified copies of a shared cache's signed entries are kept: ``XDG_CACHE_HOME/flexops-verified``, else
             ``~/.cache/flexops-verified``; None without ``cache_trusted_keys``.
+        cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az, https, oci, file); empty for none.
+        cache_remote_write: ``FLEXOPS_CACHE_REMOTE_WRITE``: 1 puts there what is compiled here.
+        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take (default 1), and all that come to nothing together.
+        compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another machine's that compiles the same (default 60); 0: never.
+        record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for ``flexops warm``; None for none.
         fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native kernel? allow, warn (default) or forbid.
         jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
         log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
@@ -106,6 +114,11 @@ class Settings:
     cache_signing_key: Path | None = None
     cache_trusted_keys: Path | None = None
     cache_copies: Path | None = None
+    cache_remote: str = ""
+    cache_remote_write: bool = False
+    cache_remote_timeout: float = 1.0
+    compile_wait: int = 60
+    record: Path | None = None
     image: str = ""
 
     @classmethod
@@ -143,6 +156,11 @@ class Settings:
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
+            cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", "")),
+            cache_remote_write=_choice(environ, "FLEXOPS_CACHE_REMOTE_WRITE", "0", ("0", "1")) == "1",
+            cache_remote_timeout=_seconds("FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""), 1.0),
+            compile_wait=_whole(environ, "FLEXOPS_COMPILE_WAIT", 0, _DEFAULT_WAIT),
+            record=_path(environ, "FLEXOPS_RECORD"),
             image=get("FLEXOPS_IMAGE_TARGET", ""),
         )
 
@@ -218,6 +236,28 @@ def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int
         required = f"{least}, {least + 1}, {least + 2}, ... of at most {_MOST_DIGITS} digits"
         raise SettingsError(f"{name} is not a {'positive ' if least else ''}whole number", found=_shortened(text), required=required, fix=f"unset {name}")
     return int(text)
+
+
+def _remote(text: str) -> str:
+    """A remote cache's URL. Unencrypted HTTP only from this machine: who listens in could answer with a library of his own. The error tells no secrets."""
+    text = text.strip()
+    scheme, separator, rest = text.partition("://")
+    place = rest.partition("/")[0].rpartition("@")[2]
+    near = scheme == "http" and (place if place in _NEAR else place.rpartition(":")[0]) in _NEAR
+    if text and not (separator and rest and text.isprintable() and " " not in text and (near or scheme in _REMOTES)):
+        required = " | ".join(f"{name}://..." for name in _REMOTES)
+        found, fix = _shortened(f"{scheme}://{place}") if separator else "no ://", "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
+        raise SettingsError("FLEXOPS_CACHE_REMOTE is no URL of a store", found=found, required=required, fix=fix)
+    return text
+
+
+def _seconds(name: str, text: str, default: float) -> float:
+    if not text.strip():
+        return default
+    match = re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text.strip(), re.ASCII)
+    if match is None or float(text) <= 0:
+        raise SettingsError(f"{name} is no number of seconds", found=_shortened(text), required="such as 1 or 0.5", fix=f"unset {name}")
+    return float(text)
 
 
 def parse_size(name: str, text: str) -> int:

@@ -60,7 +60,10 @@ def build_specs(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: 
     if any(device == "cuda" for _, device in pairs) and not hip:
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=chosen.arch_list)
     plans = [loader.local_plan(spec, device, chosen) for spec, device in pairs]
-    results = builder.obtain(plans, loader.open_cache(chosen), progress=progress, debug=chosen.log == "debug")
+    cache = loader.open_cache(chosen)
+    results = builder.obtain(plans, cache, progress=progress, debug=chosen.log == "debug")
+    for (spec, device), result in zip(pairs, results, strict=True):
+        loader.share(spec, device, cache, result.entry if not result.cached else None)
     return _with_kernels(pairs, results, choice, chosen, progress) if choice else results
 
 

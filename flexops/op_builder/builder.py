@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from .. import _json
 from ..errors import CacheError, CompileError, FlexopsError
-from . import cache_key, compiler, objects, search
+from . import cache_key, compiler, counters, election, objects, search
 from .cache import BuildCache, Entry, places_today, replace_file
 from .cache_key import Digests
 from .compiler import Progress
@@ -72,8 +73,51 @@ def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress 
                     results[plan.name] = Result(plan, error=error)
             todo = [plan for plan in missing if plan.name not in results]
             if todo:
-                results |= {result.plan.name: result for result in _build(todo, cache, progress, debug)}
+                results |= {result.plan.name: result for result in _make(todo, cache, progress, debug)}
     return [results[plan.name] for plan in plans]
+
+
+def _make(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool) -> list[Result]:
+    """What this machine has not got: from the remote cache, from another one that makes it now, or built here."""
+    results = [Result(plan, entry, cached=True) for plan in plans if (entry := cache.fetch(plan))]
+    there = {result.plan.name for result in results}
+    ballot = election.between(cache)
+    turns = [(plan, _turn(plan, cache, ballot)) for plan in plans if plan.name not in there]
+    results += [Result(plan, turn, cached=True) for plan, turn in turns if not isinstance(turn, str)]
+    if mine := [plan for plan, turn in turns if turn == "make"]:
+        results += _build_for_all(mine, cache, ballot, progress, debug)
+    for plan in [plan for plan, turn in turns if turn == "wait"]:
+        assert ballot is not None
+        entry = ballot.receive(plan.name, _digest(plan), functools.partial(cache.lookup, plan), functools.partial(cache.fetch, plan))
+        results += [Result(plan, entry, cached=True)] if entry else _build_for_all([plan], cache, ballot, progress, debug)
+    return results
+
+
+def _turn(plan: BuildPlan, cache: BuildCache, ballot: election.Election | None) -> Entry | election.Turn:
+    return ballot.begin(plan.name, _digest(plan), functools.partial(cache.fetch, plan)) if ballot else "make"
+
+
+def _digest(plan: BuildPlan) -> str:
+    return cache_key.base_key(plan, cache_key.source_digests(plan))
+
+
+def _build_for_all(
+    plans: list[BuildPlan], cache: BuildCache, ballot: election.Election | None, progress: Progress | None, debug: bool
+) -> list[Result]:
+    """Build, and let other machines have it."""
+    digests = {plan.name: _digest(plan) for plan in plans}
+    made: dict[str, Entry] = {}
+    try:
+        results = _build(plans, cache, progress, debug)
+        made = {result.plan.name: result.entry for result in results if result.entry}
+        for result in results:
+            counters.count("compiler", cache.root, hit=result.entry is not None, size=result.entry.size if result.entry else 0, seconds=result.seconds)
+            if result.entry and cache.remote:
+                cache.remote.publish(cache, result.entry)
+        return results
+    finally:
+        for name, digest in digests.items() if ballot else ():
+            ballot.deliver(name, digest, made.get(name))  # type: ignore[union-attr]
 
 
 def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool) -> list[Result]:

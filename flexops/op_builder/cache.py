@@ -37,6 +37,7 @@ from .manifest import FILE_NAME, Manifest, Refusal
 
 if TYPE_CHECKING:
     from .plan import BuildPlan
+    from .remote import Remote
 
 OWNER_LOCK = "owner.lock"
 _STARTING_SECONDS = 60.0
@@ -65,6 +66,7 @@ class BuildCache:
         signing_key: what is published is signed with it.
         trusted_keys: only what is signed with one of the keys in this ``allowed_signers`` file is opened.
         copies: where others may write and ``trusted_keys`` vouch, verified copies are kept here and opened instead of what others could still swap.
+        remote: what is missing here is looked for there before it is compiled; look-ups do not touch it.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class BuildCache:
         signing_key: Path | None = None,
         trusted_keys: Path | None = None,
         copies: Path | None = None,
+        remote: Remote | None = None,
     ) -> None:
         self.root = root
         self.max_bytes = max_bytes
         self.shared = shared
         self.signing_key = signing_key
         self.trusted_keys = trusted_keys
+        self.remote = remote
         self._copies = BuildCache(copies, max_bytes=max_bytes, trusted_keys=trusted_keys) if copies and shared and trusted_keys else None
         self._whole = Demands(own=not shared, sha256=shared)
 
@@ -94,6 +98,23 @@ class BuildCache:
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
         headers = self._current_headers(plan, base)
         return None if headers is None else self.read(plan.name, cache_key.full_key(base, headers))
+
+    def fetch(self, plan: BuildPlan) -> Entry | None:
+        """The entry of this very plan from the remote cache, which is then here; None if there is none."""
+        if self.remote is None or self.problem():
+            return None
+        base = cache_key.base_key(plan, cache_key.source_digests(plan))
+        recorded = self.remote.headers(self, plan.name, base)
+        try:
+            headers = None if recorded is None else cache_key.header_states(recorded, places_today(plan, recorded))
+        except (OSError, ValueError):
+            return None
+        return None if headers is None else self.fetch_key(plan.name, cache_key.full_key(base, headers))
+
+    def fetch_key(self, name: str, key: str) -> Entry | None:
+        """The entry under a key from the remote cache, which is then here; None if there is none."""
+        fetched = self.remote.fetch(self, name, key) if self.remote else None
+        return self.read(name, key) if fetched else None
 
     def read(self, name: str, key: str) -> Entry | None:
         """The entry under a key, verified; a damaged one is put aside and counts as absent."""

@@ -8,6 +8,7 @@ import stat
 import tarfile
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,9 +26,10 @@ _BLOCK = 512
 _CHUNK = 1 << 20
 
 
-def export(cache: BuildCache, file: Path) -> list[Entry]:
-    """Write every intact entry of the cache to a gzipped tar archive; the archive appears whole or not at all."""
-    entries = [entry for entry in cache.entries() if entry.manifest.sha256 and Demands(own=not cache.shared, sha256=True).refuse(entry) is None]
+def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None) -> list[Entry]:
+    """Write every intact entry of the cache, or of those chosen, to a gzipped tar archive; it appears whole or not at all. Returns what it holds."""
+    given = cache.entries() if chosen is None else chosen
+    entries = [entry for entry in given if entry.manifest.sha256 and Demands(own=not cache.shared, sha256=True).refuse(entry) is None]
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with tarfile.open(partial, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
@@ -47,8 +49,11 @@ def export(cache: BuildCache, file: Path) -> list[Entry]:
     return entries
 
 
-def import_archive(cache: BuildCache, file: Path) -> list[Entry]:
+def import_archive(cache: BuildCache, file: Path, *, only: tuple[str, str] | None = None) -> list[Entry]:
     """Add an archive's entries to the cache; each is checked against its manifest, and entries already there stay.
+
+    Args:
+        only: the name and key of what it must hold, and nothing else.
 
     Raises:
         CacheError: the file cannot be read, is no such archive, holds more than the cache may, or a damaged entry; entries before that one are kept.
@@ -64,7 +69,10 @@ def import_archive(cache: BuildCache, file: Path) -> list[Entry]:
             reason = getattr(error, "strerror", None) or error
             raise CacheError("this is no archive of flexops cache entries", found=f"{file}: {reason}", fix="make one: flexops cache export FILE") from error
         adopted = []
-        for manifest in sorted(workspace.glob("*/*/manifest.json")):
+        found = sorted(workspace.glob("*/*/manifest.json"))
+        if only and [(path.parts[-3], path.parts[-2]) for path in found] != [only]:
+            raise CacheError("this is not the archive that was asked for", found=f"{len(found)} entries", required="/".join(only))
+        for manifest in found:
             adopted.append(cache.adopt(manifest.parent))
             _adopt_headers(cache, manifest.parent, adopted[-1])
     return adopted

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from .. import _fork
 from ..compute_capability import Architecture, ComputeCapability
 from ..errors import CompileError, FlexopsError
-from . import cache_key, includes
+from . import cache_key, counters, includes
 from .cache import BuildCache, Entry
 from .cache_key import Digests
 from .manifest import Manifest, file_crc32
@@ -36,6 +36,7 @@ from .spec import OpSpec
 if TYPE_CHECKING:
     from ..toolchain.nvrtc import DeviceCompiler
     from ..toolchain.resources import Resources
+    from . import election
 
 MIB = 2**20
 STEP_BYTES = 600 * MIB
@@ -299,9 +300,12 @@ class _Pool:
     ) -> None:
         self.plans, self.results, self.cache, self.time_limit, self.progress = plans, results, cache, time_limit, progress
         self.total, self.done = len(todo), 0
-        self.queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        from . import election  # a start that compiles nothing does without
+
+        self.ballot = election.between(cache)
+        self.queue: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         for number in todo:
-            self.queue.put(number)
+            self.queue.put((number, False))
         self.stopped = False
         self.failure: BaseException | None = None
         self.workers: list[_Worker] = []
@@ -330,14 +334,18 @@ class _Pool:
         try:
             while not self.stopped:
                 try:
-                    number = self.queue.get_nowait()
+                    number, waits = self.queue.get_nowait()
                 except queue.Empty:
                     return
                 plan = self.plans[number]
                 if worker is None or worker.compiler != plan.compiler or not worker.alive:
                     worker = _Worker(plan.compiler)
                     self.workers.append(worker)
-                self.results[number] = _single_flight(plan, self.cache, worker, self.time_limit)
+                result = _single_flight(plan, self.cache, worker, self.time_limit, self.ballot, waits)
+                if result is None:  # another machine makes it: what nobody makes comes first
+                    self.queue.put((number, True))
+                    continue
+                self.results[number] = result
                 self.done += 1
                 if self.progress:
                     self.progress(self.done, self.total, plan.expression)
@@ -350,16 +358,35 @@ class _Pool:
                 worker.stop()
 
 
-def _single_flight(plan: KernelPlan, cache: BuildCache, worker: _Worker, time_limit: float) -> KernelResult:
+def _single_flight(
+    plan: KernelPlan, cache: BuildCache, worker: _Worker, time_limit: float, ballot: election.Election | None, waits: bool
+) -> KernelResult | None:
+    """One kernel's code; None if another machine makes it and this one is not to wait for that yet."""
     started = time.monotonic()
+    remote = functools.partial(cache.fetch_key, plan.name, plan.key)
     with cache.lock(f"{plan.name}-{plan.key}"):
-        if entry := cache.read(plan.name, plan.key):
+        entry = cache.read(plan.name, plan.key)
+        if entry is None and waits and ballot:
+            entry = ballot.receive(plan.name, plan.key, functools.partial(cache.read, plan.name, plan.key), remote)
+        elif entry is None:
+            entry = remote()
+            turn = ballot.begin(plan.name, plan.key, remote) if ballot and entry is None else entry
+            if turn == "wait":
+                return None
+            entry = None if isinstance(turn, str) else turn
+        if entry:
             return KernelResult(plan, entry, cached=True)
         try:
             with cache.workspace() as workspace:
                 entry = _publish(plan, workspace / "kernel", cache, worker, time_limit)
+            if cache.remote:
+                cache.remote.publish(cache, entry)
         except CompileError as error:
             return KernelResult(plan, error=error)
+        finally:
+            counters.count("compiler", cache.root, hit=entry is not None, size=entry.size if entry else 0, seconds=time.monotonic() - started)
+            if ballot:
+                ballot.deliver(plan.name, plan.key, entry)
     return KernelResult(plan, entry, seconds=time.monotonic() - started)
 
 
@@ -453,7 +480,7 @@ class _Worker:
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
-            line = _read_line(self.process.stdout, time_limit)
+            line = read_line(self.process.stdout, time_limit)
         except BrokenPipeError:
             line = b""
         except TimeoutError:
@@ -491,7 +518,7 @@ class _Worker:
         return {"symbol": _symbol_in(output), "log": said + errors}
 
 
-def _read_line(stream: IO[bytes], time_limit: float) -> bytes:
+def read_line(stream: IO[bytes], time_limit: float) -> bytes:
     """A line of a pipe that nothing else reads; raises ``TimeoutError``."""
     deadline, line = time.monotonic() + time_limit if time_limit else None, b""
     while not line.endswith(b"\n"):

@@ -159,7 +159,7 @@ def obtain(request: Request, chosen: Settings) -> Entry:
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
     plan, notes = _planned(request, tools, chosen)
-    if entry := cache.lookup(plan):
+    if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry
     if not chosen.jit:
         raise NativeUnavailableError(

@@ -26,6 +26,7 @@ from .spec import DeviceType, OpSpec
 if TYPE_CHECKING:
     from ..toolchain.model import TorchBuild
     from .plan import BuildPlan
+    from .remote import Remote
 
 Backend = Literal["aot", "jit", "reference", "unasked"]
 
@@ -108,8 +109,16 @@ def open_cache(chosen: settings.Settings) -> BuildCache:
     """The build cache that the settings name; touches nothing."""
     return BuildCache(
         chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared,
-        signing_key=chosen.cache_signing_key, trusted_keys=chosen.cache_trusted_keys, copies=chosen.cache_copies,
+        signing_key=chosen.cache_signing_key, trusted_keys=chosen.cache_trusted_keys, copies=chosen.cache_copies, remote=_remote_of(chosen),
     )  # fmt: skip
+
+
+def _remote_of(chosen: settings.Settings) -> Remote | None:
+    if not chosen.cache_remote:
+        return None
+    from . import remote
+
+    return remote.of(chosen)
 
 
 def _announce(status: OpStatus) -> None:
@@ -155,6 +164,8 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     else:
         for entry in _intact(cache, _fitting(spec, device, torch, cache, refusals), refusals):
             yield entry, "jit", "found in the cache"
+        for entry in _intact(cache, _remote(spec, device, torch, cache, refusals), refusals):
+            yield entry, "jit", "found in the remote cache"
     if chosen.jit:
         yield from _compiled(spec, device, chosen, cache, refusals)
     else:
@@ -192,6 +203,22 @@ def _fitting(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCa
     return fitting
 
 
+def _remote(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
+    """The library from the remote cache, made from these very sources; told by its manifest that it can run here."""
+    if cache.remote is None:
+        return []
+    from . import made_of
+
+    with _fork.allowed():
+        entry = made_of.fetch(spec, device, torch, cache)
+    if cache.remote.problem:
+        refusals.append(Refusal(f"remote cache {cache.remote.name}: {cache.remote.problem}"))
+    refusal = entry and (judge(entry.manifest, torch) or stale(entry, spec))
+    if refusal:
+        refusals.append(Refusal(f"library of the remote cache: {refusal.reason}", refusal.fix))
+    return [entry] if entry and not refusal else []
+
+
 def _compiled(
     spec: OpSpec, device: DeviceType, chosen: settings.Settings, cache: BuildCache, refusals: list[Refusal]
 ) -> Iterator[tuple[Entry, Backend, str]]:
@@ -199,14 +226,23 @@ def _compiled(
 
     try:
         plan = local_plan(spec, device, chosen)
-        with progress.shown(plan.name, chosen.log) as report:
-            with _fork.allowed():
-                result = builder.obtain([plan], cache, progress=report, debug=chosen.log == "debug")[0]
+        with progress.shown(plan.name, chosen.log) as report, _fork.allowed():
+            result = builder.obtain([plan], cache, progress=report, debug=chosen.log == "debug")[0]
             entry = result.require()
+            share(spec, device, cache, None if result.cached else entry)
     except FlexopsError as error:
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
         return
-    yield entry, "jit", "found in the cache" if result.cached else f"compiled in {result.seconds:.1f} s"
+    yield entry, "jit", "made by another process" if result.cached else f"compiled in {result.seconds:.1f} s"
+
+
+def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | None) -> None:
+    """Let machines without a compiler find a library that was built now in the remote cache."""
+    torch = toolchain.torch_build()
+    if cache.remote and entry and torch:
+        from . import made_of
+
+        made_of.publish(spec, device, torch, cache, entry)
 
 
 def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:

@@ -129,7 +129,9 @@ def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapabilit
     names = device_code.names_in(library)
     for capability in capabilities:
         wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
-        lacking = sum(next(_ready(FamilyKernel(spec, name), [*machine_code(capability), *ptx(capability)], []), None) is None for name in wanted)
+        architectures = [*machine_code(capability), *ptx(capability)]
+        kernels = [FamilyKernel(spec, name) for name in wanted]
+        lacking = sum(not (next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
             return Refusal(f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
@@ -174,6 +176,8 @@ def _entries(
     yield from _ready(kernel, machine_code(capability), refusals)
     if settings.current().jit:
         yield from _compiled(kernel, capability, refusals)
+    elif fetched := _fetched(kernel, capability):
+        yield fetched
     else:
         refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)))
     yield from _ready(kernel, ptx(capability), refusals)
@@ -204,10 +208,9 @@ def _ready(
 def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
     chosen = settings.current()
     try:
-        choice = compiler_for(chosen, (capability,))
-        for note in choice.notes:
+        plan, notes = _plan(kernel, capability)
+        for note in notes:
             logging.getLogger("flexops").warning("%s", note)
-        plan = kernel.plan(choice.architectures[0], choice.compiler)
         yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
     except FlexopsError as error:
         if isinstance(error, CompileError) and isinstance(kernel, device_code.TextKernel):
@@ -218,6 +221,23 @@ def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[R
 def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
     csrc = layout.csrc_root()
     return device_code.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc))
+
+
+def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
+    """A kernel's code from the remote cache, where nothing may be compiled."""
+    cache = loader.open_cache(settings.current())
+    if cache.remote is None or cache.problem():
+        return None
+    try:
+        plan, _ = _plan(kernel, capability)
+    except FlexopsError:
+        return None
+    return cache.fetch_key(plan.name, plan.key)
+
+
+def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[device_code.KernelPlan, tuple[str, ...]]:
+    choice = compiler_for(settings.current(), (capability,))
+    return kernel.plan(choice.architectures[0], choice.compiler), choice.notes
 
 
 def _too_new(entry: Entry) -> Refusal | None:

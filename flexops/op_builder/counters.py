@@ -1,0 +1,92 @@
+"""What each tier of the cache gave: hits, misses, bytes and seconds, of this process, and of all that used a cache directory.
+
+Only what is not a warm start is written down (``<cache>/.stats.jsonl``, a line each): a warm start writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import _json
+
+Tier = Literal["installed", "cache", "remote", "ranks", "compiler", "published"]
+TIERS: tuple[Tier, ...] = ("installed", "cache", "remote", "ranks", "compiler", "published")
+FIELDS = ("hits", "misses", "bytes", "seconds")
+_MOST_BYTES = 4 << 20
+_KEPT_ELSEWHERE = ("installed", "cache")
+
+Totals = dict[str, dict[str, float]]
+
+_lock = threading.Lock()
+
+
+def _none() -> Totals:
+    return {tier: dict.fromkeys(FIELDS, 0) for tier in TIERS}
+
+
+_totals = _none()
+
+
+def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 0.0) -> None:
+    """Count one look-up (of ``compiler``: one artifact made, or one that failed; of ``published``: one put into the remote cache)."""
+    event = {"tier": tier, "hit": hit, "bytes": size, "seconds": round(seconds, 4)}
+    with _lock:
+        _add(_totals, event)
+    if tier not in _KEPT_ELSEWHERE:
+        with contextlib.suppress(OSError):
+            _append(root / ".stats.jsonl", json.dumps(event))
+
+
+def of_process() -> Totals:
+    """The counters of this process."""
+    with _lock:
+        return {tier: dict(row) for tier, row in _totals.items()}
+
+
+def of_cache(root: Path) -> Totals:
+    """The sums of what every process that used this cache has written down."""
+    totals = _none()
+    for name in (".stats.old.jsonl", ".stats.jsonl"):
+        try:
+            lines = _json.read(root / name).splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                _add(totals, _json.parse(line))
+    return totals
+
+
+def prometheus(totals: Totals) -> str:
+    """The counters in Prometheus' text format, which OpenTelemetry collectors read, too."""
+    described = {"hits": "Look-ups that found it", "misses": "Look-ups that did not", "bytes": "Bytes of what was found", "seconds": "Seconds spent"}
+    lines = []
+    for field, what in described.items():
+        metric = f"flexops_cache_{field}_total"
+        lines += [f"# HELP {metric} {what}, by tier of the cache.", f"# TYPE {metric} counter"]
+        lines += [f'{metric}{{tier="{tier}"}} {row[field]:g}' for tier, row in totals.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _add(totals: Totals, event: dict[str, Any]) -> None:
+    row = totals[event["tier"]]
+    row["hits" if event["hit"] else "misses"] += 1
+    row["bytes"] += event["bytes"]
+    row["seconds"] += event["seconds"]
+
+
+def _append(path: Path, line: str) -> None:
+    """One write of less than a page: lines of several processes do not mix."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        os.write(descriptor, line.encode() + b"\n")
+        large = os.fstat(descriptor).st_size > _MOST_BYTES
+    finally:
+        os.close(descriptor)
+    if large:
+        os.replace(path, path.with_name(".stats.old.jsonl"))
