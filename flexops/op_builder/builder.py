@@ -108,6 +108,7 @@ def _build_for_all(
     digests = {plan.name: _digest(plan) for plan in plans}
     made: dict[str, Entry] = {}
     try:
+        cache.require_signer()
         results = _build(plans, cache, progress, debug)
         made = {result.plan.name: result.entry for result in results if result.entry}
         for result in results:

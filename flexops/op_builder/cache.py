@@ -171,14 +171,19 @@ class BuildCache:
     # ---- adding -------------------------------------------------------------------------------------------------------------------------
 
     def require_writable(self) -> None:
-        """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing that is built here would be opened."""
+        """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing that is had in this way would be opened."""
+        if self.remote is None:
+            self.require_signer()
+        self._prepare()
+
+    def require_signer(self) -> None:
+        """Raises ``CacheError`` where nothing that is built here would be opened."""
         if self.trusted_keys and not self.signing_key:
             raise CacheError(
                 "what would be built here could not be opened: it would not be signed",
                 found=f"FLEXOPS_CACHE_TRUSTED_KEYS={self.trusted_keys}, and nothing in {self.root} that fits and is signed with one of these keys",
                 required="a build by whoever holds such a key, or FLEXOPS_CACHE_SIGNING_KEY", fix="unset FLEXOPS_CACHE_TRUSTED_KEYS   # to build for yourself",
             )  # fmt: skip
-        self._prepare()
 
     def _prepare(self) -> None:
         fix = "export FLEXOPS_CACHE_DIR=<a directory of your own>"

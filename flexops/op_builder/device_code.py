@@ -377,6 +377,7 @@ def _single_flight(
         if entry:
             return KernelResult(plan, entry, cached=True)
         try:
+            cache.require_signer()
             with cache.workspace() as workspace:
                 entry = _publish(plan, workspace / "kernel", cache, worker, time_limit)
             if cache.remote:

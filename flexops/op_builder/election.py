@@ -55,7 +55,7 @@ class Election(Protocol):
 def between(cache: BuildCache) -> Election | None:
     """The way in which processes that share no directory can agree here; None if there is none, or nobody is to be waited for."""
     seconds = settings.current().compile_wait
-    if not seconds:
+    if not seconds or (cache.trusted_keys and not cache.signing_key):  # who could not open what it makes makes nothing
         return None
     if store := _ranks():
         return _Ranks(store, cache, seconds)
@@ -133,38 +133,42 @@ class _Claims:
         self.remote, self.cache, self.seconds = remote, cache, seconds
 
     def begin(self, name: str, digest: str, remote: Look) -> Entry | Turn:
-        made = self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim())
-        if made is False:
-            return "wait"
+        if self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim()) is False:
+            found = self.remote.hint(self.cache, name, digest, _CLAIMED)
+            if found and not found[0].get("failed") and (_is_held(found[0]) or self._take(name, digest, found[1]) is False):
+                return "wait"
         entry = remote()  # its maker may have been done between our look and our claim
         if entry:
-            self.remote.drop(name, digest, _CLAIMED)
+            self.deliver(name, digest, entry)
         return entry or "make"
 
     def deliver(self, name: str, digest: str, entry: Entry | None) -> None:
-        if entry:
-            self.remote.drop(name, digest, _CLAIMED)
-        else:  # it stays: or each of a thousand would try in turn what cannot be compiled
-            self.remote.leave(self.cache, name, digest, _CLAIMED, {**self._claim(), "failed": True}, replace="")
+        """Of a failure the claim tells: or each of a thousand would try in turn what cannot be compiled. It is not removed: not who may write may do that."""
+        value = {**self._claim(), "until": 0} if entry else {**self._claim(), "failed": True}
+        self.remote.leave(self.cache, name, digest, _CLAIMED, value, replace="")
 
     def receive(self, name: str, digest: str, _local: Look, remote: Look) -> Entry | None:
         for _ in _naps(self.seconds):
-            if self._taken_over(name, digest) is not False:
-                break
+            found = self.remote.hint(self.cache, name, digest, _CLAIMED)
+            if found and _is_held(found[0]) and not found[0].get("failed"):
+                continue
+            entry = remote()
+            if not entry and found and not found[0].get("failed"):
+                self._take(name, digest, found[1])  # so that who comes now waits for this process
+            return entry
         return remote()
 
-    def _taken_over(self, name: str, digest: str) -> bool | None:
-        """True: the claim was of one who is late, and is this process's now. None: there is no claim to wait for. False: there is."""
-        found = self.remote.hint(self.cache, name, digest, _CLAIMED)
-        if found is None or found[0].get("failed"):
-            return None
-        until = found[0].get("until")
-        if isinstance(until, int | float) and until > time.time():
-            return False
-        return self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim(), replace=found[1]) or None
+    def _take(self, name: str, digest: str, tag: str) -> bool | None:
+        """Take over the claim of one who is late; False: another one did."""
+        return self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim(), replace=tag)
 
     def _claim(self) -> dict[str, Any]:
         return {"until": time.time() + self.seconds, "by": f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def _is_held(claim: dict[str, Any]) -> bool:
+    until = claim.get("until")
+    return isinstance(until, int | float) and until > time.time()
 
 
 def _naps(seconds: float) -> Iterator[None]:

@@ -162,11 +162,6 @@ class Remote:
             return self._put(_file_name(name, digest, kind), file, replace=replace)
         return None
 
-    def drop(self, name: str, digest: str, kind: str) -> None:
-        """Remove a document."""
-        if not self.problem and not self.unwritten:
-            self._try({"do": "remove", "name": _file_name(name, digest, kind)}, writes=True)
-
     # ---- for the command line: failures are told ----------------------------------------------------------------------------------------
 
     def list(self) -> list[Object]:
@@ -193,7 +188,9 @@ class Remote:
         """An object's tag, its content in a file; None if it is not there, or the store failed."""
         started = time.monotonic()
         answer = self._try({"do": "get", "name": name, "file": str(file), "most": most})
-        if answer is None or not answer["found"]:
+        if answer is None:
+            return None
+        if not answer["found"]:
             if (spent := time.monotonic() - started) > _QUICK_SECONDS:
                 self._wasted(spent, "it is slow, and does not have what is asked for")
             return None
@@ -214,10 +211,10 @@ class Remote:
             self._close(f"no answer within {self.limit:g} s (FLEXOPS_CACHE_REMOTE_TIMEOUT)")
         except RemoteError as error:
             if writes:
-                self._note(f"nothing can be put there: {_words(error)}")
-                self.unwritten = _words(error)
+                self._note(f"nothing can be put there: {error.found}")
+                self.unwritten = error.found
             else:
-                self._close(_words(error))
+                self._close(error.found)
         return None
 
     def _ask(self, asked: dict[str, Any], limit: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import select
 import sys
 from collections.abc import Iterable, Iterator
@@ -69,6 +70,8 @@ class Bucket:
             self.library.put(self.store, name, _read(file), mode={"e_tag": tag} if tag else "overwrite")
         except self.library.exceptions.PreconditionError:
             return False
+        except (self.library.exceptions.NotSupportedError, NotImplementedError):  # a directory
+            self.library.put(self.store, name, _read(file))
         return True
 
     def list(self) -> Iterator[tuple[str, int, float]]:
@@ -92,7 +95,7 @@ class Registry:
         place = url.removeprefix("oci://").rstrip("/")
         host = place.partition("/")[0].rpartition(":")[0] or place.partition("/")[0]
         self.client = oras.provider.Registry(insecure=host in ("localhost", "127.0.0.1", "[::1]"))
-        self.place = place
+        self.place, self.has_empty = place, False
         self.client.auth.load_configs(self._container("x"))
 
     def get(self, name: str, file: str, most: int) -> dict[str, object]:
@@ -111,12 +114,14 @@ class Registry:
         return self.replace(name, file, "")
 
     def replace(self, name: str, file: str, _tag: str) -> bool:
-        container, empty = self._container(name), file + ".empty"
-        with open(empty, "wb") as stream:
-            stream.write(_EMPTY)
+        container = self._container(name)
         layer, config = _described(_read(file), _ENTRY_TYPE), _described(_EMPTY, "application/vnd.oci.empty.v1+json")
-        for path, part in ((file, layer), (empty, config)):
-            self._right(self.client.upload_blob(path, container, part))
+        self._right(self.client.upload_blob(file, container, layer))
+        if not self.has_empty:
+            with open(file + ".empty", "wb") as stream:
+                stream.write(_EMPTY)
+            self._right(self.client.upload_blob(stream.name, container, config))
+            self.has_empty = True
         manifest = {"schemaVersion": 2, "mediaType": _MANIFEST_TYPE, "artifactType": _ENTRY_TYPE, "config": config, "layers": [layer]}
         self._right(self._ask("PUT", container.manifest_url(), json=manifest, headers={"Content-Type": _MANIFEST_TYPE}))
         return True
@@ -176,6 +181,13 @@ def _answer(store: Bucket | Registry, asked: dict[str, Any]) -> dict[str, object
     return {}
 
 
+def _said(error: Exception) -> str:
+    """What matters of what a client library says, which may be pages, and the store's own."""
+    text = str(error).partition("\n\nDebug source")[0].strip()
+    status = re.search(r"status code: (\d{3}[^:\n]*)", text)
+    return f"it answers {status[1]}" if status else text.rpartition(" - ")[2] or type(error).__name__
+
+
 def _lines() -> Iterator[str]:
     """What the parent writes: one line at a time, so that nothing of the next one is in a buffer while this waits."""
     while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0]:
@@ -198,13 +210,13 @@ def main() -> None:
     except ModuleNotFoundError as error:
         answer = {"error": str(error), "missing": error.name or ""}
     except Exception as error:
-        answer = {"error": str(error) or type(error).__name__}
+        answer = {"error": _said(error)}
     print(json.dumps(answer), file=replies, flush=True)
     for line in lines if store else ():
         try:
             answer = _answer(store, json.loads(line))  # type: ignore[arg-type, unused-ignore]
         except Exception as error:  # whatever a client library raises is a reason not to have the object
-            answer = {"error": str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__}
+            answer = {"error": _said(error)}
         print(json.dumps(answer), file=replies, flush=True)
 
 

@@ -1,0 +1,237 @@
+"""Stores on this machine for the tests of the remote cache: real servers, and one whose days are as bad as a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-own-id", "AWS_SECRET_ACCESS_KEY": "tests-own-secret", "AWS_REGION": "us-east-1"}
+_REGISTRY = """
+version: 0.1
+log: {{level: error, accesslog: {{disabled: true}}}}
+storage: {{filesystem: {{rootdirectory: {root}}}, delete: {{enabled: true}}}}
+http: {{addr: 127.0.0.1:{port}}}
+"""
+
+
+@contextlib.contextmanager
+def served(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The address of a server that answers while the block runs."""
+    server.daemon_threads, server.block_on_close = True, False
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[str]:
+    """moto's S3 server: its address."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+def bucket(address: str, name: str, method: str = "PUT") -> None:
+    """Make a bucket, or remove it."""
+    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests-own-id/20260101/us-east-1/s3/aws4_request"}
+    urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method=method, headers=signed), timeout=20).close()
+
+
+@contextlib.contextmanager
+def oci(program: str, folder: Path) -> Iterator[str]:
+    """Debian's docker-registry: its host and port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "registry.yml").write_text(_REGISTRY.format(root=folder / "registry", port=port))
+    process = subprocess.Popen([program, "serve", str(folder / "registry.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=1).close()
+                break
+            time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def find_registry(folder: Path) -> str | None:
+    """docker-registry, installed or unpacked from its package (which, installed, would start a service); None where neither can be had."""
+    if found := shutil.which("docker-registry"):
+        return found
+    if not shutil.which("apt-get"):
+        return None
+    for command in (["true"], ["apt-get", "update"]):
+        subprocess.run(command, capture_output=True, check=False)
+        subprocess.run(["apt-get", "download", "docker-registry"], cwd=folder, capture_output=True, check=False)
+        for package in folder.glob("docker-registry_*.deb"):
+            subprocess.run(["dpkg", "-x", str(package), str(folder)], check=True)
+            return str(folder / "usr" / "bin" / "docker-registry")
+    return None
+
+
+class WebServer(ThreadingHTTPServer):
+    """Python's own, with the files of a folder, and the paths that it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *arguments: object) -> None:
+                super().__init__(*arguments, directory=str(folder))  # type: ignore[arg-type]
+
+            def log_message(self, *_: object) -> None:
+                asked.append(self.path)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+Fault = Callable[["BadDay", bytes | None], bool]
+"""Does something else than answering, and returns True; or lets the server answer."""
+
+
+class BadStore(ThreadingHTTPServer):
+    """As much of S3 as a client needs, in memory; ``fault`` decides about each request before it is answered."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), BadDay)
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.fault: Fault | None = None
+        self.lock = threading.Lock()
+
+
+class BadDay(BaseHTTPRequestHandler):
+    server: BadStore
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._begin(None)
+
+    def do_PUT(self) -> None:
+        self._begin(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+    def do_DELETE(self) -> None:
+        self._begin(None)
+
+    def _begin(self, body: bytes | None) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        if self.server.fault is None or not self.server.fault(self, body):
+            self.serve(body)
+
+    def serve(self, body: bytes | None) -> None:
+        with self.server.lock:
+            there = self.server.objects.get(self.path)
+            if self.command == "PUT" and there is not None and self.headers.get("If-None-Match") == "*":
+                self.answer(412)
+            elif self.command == "PUT":
+                self.server.objects[self.path] = body or b""
+                self.answer(200)
+            elif self.command == "DELETE":
+                self.server.objects.pop(self.path, None)
+                self.answer(204)
+            elif there is None:
+                self.answer(404)
+            else:
+                self.answer(200, there)
+
+    def answer(self, status: int, body: bytes = b"", size: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if size is None else size))
+        self.send_header("ETag", f'"{hashlib.md5(body).hexdigest()}"')
+        self.send_header("Last-Modified", "Mon, 23 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def is_entry(request: BadDay) -> bool:
+    return request.path.endswith(".tar.gz")
+
+
+def hangs(_request: BadDay, _body: bytes | None) -> bool:
+    time.sleep(30)
+    return True
+
+
+def fails(request: BadDay, _body: bytes | None) -> bool:
+    request.answer(500)
+    return True
+
+
+def forbids(request: BadDay, _body: bytes | None) -> bool:
+    request.answer(403)
+    return True
+
+
+def is_full(request: BadDay, body: bytes | None) -> bool:
+    if body is not None:
+        request.answer(507)
+    return body is not None
+
+
+def truncates(request: BadDay, _body: bytes | None) -> bool:
+    content = request.server.objects.get(request.path, b"")
+    if request.command == "GET" and is_entry(request) and content:
+        request.answer(200, content[: len(content) // 2])
+        return True
+    return False
+
+
+def breaks_off(request: BadDay, _body: bytes | None) -> bool:
+    content = request.server.objects.get(request.path, b"")
+    if request.command == "GET" and is_entry(request) and content:
+        request.answer(200, content[: len(content) // 2], size=len(content))
+        request.close_connection = True
+        return True
+    return False
+
+
+def lies(request: BadDay, _body: bytes | None) -> bool:
+    """Another entry than the one that was asked for, and whole."""
+    others = [content for path, content in request.server.objects.items() if path.endswith(".tar.gz") and path != request.path]
+    if request.command == "GET" and is_entry(request) and others:
+        request.answer(200, others[0])
+        return True
+    return False
+
+
+def garbles(request: BadDay, _body: bytes | None) -> bool:
+    """Another length of noise for whatever is there."""
+    content = request.server.objects.get(request.path, b"")
+    if request.command == "GET" and content:
+        request.answer(200, hashlib.sha256(content).digest() * 40)
+        return True
+    return False
+
+
+def closes(request: BadDay, _body: bytes | None) -> bool:
+    request.close_connection = True
+    request.connection.shutdown(socket.SHUT_RDWR)
+    return True

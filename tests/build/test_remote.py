@@ -1,0 +1,475 @@
+"""The remote cache: each artifact is compiled once, whatever the store; and a store that fails costs little, and never a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import remote_stores as stores
+from builds import answer, child_environment, runs, tiny_plan, watched_compiler
+
+from flexops import settings
+from flexops.op_builder import builder, cache_archive, counters, remote
+from flexops.op_builder.cache import BuildCache, Entry
+from flexops.op_builder.plan import BuildPlan
+from flexops.op_builder.remote import Remote
+
+Open = Callable[..., Remote]
+
+
+@pytest.fixture(scope="module")
+def s3_address() -> Iterator[str]:
+    with stores.s3() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("registry")
+    program = stores.find_registry(folder)
+    require(program, "docker-registry", "apt-get install docker-registry")
+    with stores.oci(str(program), folder) as place:
+        yield place
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """``opened(url, write=True)``: a remote cache whose worker ends with the test."""
+    made: list[Remote] = []
+
+    def open_one(url: str, *, write: bool = True, limit: float = 20.0) -> Remote:
+        made.append(Remote(url, write=write, limit=limit))
+        return made[-1]
+
+    for name, value in stores.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    yield open_one
+    for one in made:
+        if one._worker:
+            one._worker.stop()
+
+
+@pytest.fixture
+def bad(opened: Open, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.BadStore]:
+    server = stores.BadStore()
+    with stores.served(server) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield server
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``wait(seconds)``: how long other machines are waited for."""
+
+    def change(seconds: int) -> None:
+        monkeypatch.setenv("FLEXOPS_COMPILE_WAIT", str(seconds))
+        settings.current.cache_clear()
+
+    change(0)
+    yield change
+    monkeypatch.undo()
+    settings.current.cache_clear()
+
+
+class Machines:
+    """Machines with a cache each, the same sources, and a compiler that counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.compiler = str(watched_compiler(folder / "compiler", "g++"))
+
+    def plan(self, name: str = "tiny-cpu") -> BuildPlan:
+        return tiny_plan(self.folder / f"sources-{name}", name=name, compiler=self.compiler)
+
+    def cache(self, name: str, there: Remote | None, **options: Any) -> BuildCache:
+        return BuildCache(self.folder / "caches" / name, remote=there, **options)
+
+    def obtain(self, name: str, there: Remote | None, plan: BuildPlan | None = None, **options: Any) -> Entry:
+        return builder.obtain([plan or self.plan()], self.cache(name, there, **options))[0].require()
+
+    @property
+    def compiled(self) -> int:
+        return runs(self.folder / "compiler").count("link")
+
+
+@pytest.fixture
+def machines(tmp_path: Path, host_compiler: Any) -> Machines:
+    assert host_compiler
+    return Machines(tmp_path)
+
+
+@pytest.fixture(params=["s3", "oci", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store that can be written to."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    name = f"b{abs(hash(str(tmp_path))) % 10**9}"
+    if request.param == "oci":
+        return f"oci://{request.getfixturevalue('registry')}/team/{name}"
+    address = request.getfixturevalue("s3_address")
+    stores.bucket(address, name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    return f"s3://{name}/some/prefix"
+
+
+# ---- what it is for --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_machine_compiled_the_others_fetch(url: str, machines: Machines, opened: Open, wait: Any) -> None:
+    assert wait
+    assert answer(machines.obtain("first", opened(url)).library) == 42
+    names = {item.name for item in opened(url).list()}
+    second = opened(url, write=False)
+    entry = machines.obtain("second", second)
+    assert machines.compiled == 1
+    assert (answer(entry.library), second.problem) == (42, "")
+    assert entry.directory.is_relative_to(machines.folder / "caches" / "second")
+    assert remote.entry_name(entry.manifest.name, entry.manifest.key) in names
+    assert {item.name for item in opened(url).list()} == names
+
+
+def test_over_http_from_a_server_that_knows_files_only(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
+    server = stores.WebServer(tmp_path / "www")
+    with stores.served(server) as address:
+        second = opened(f"{address}/kernels")
+        assert answer(machines.obtain("second", second).library) == 42
+    assert machines.compiled == 1
+    assert any(path.endswith(".tar.gz") for path in server.asked)
+    assert not second.claims, "a web server cannot be written to"
+
+
+def test_an_edited_header_is_another_artifact_and_the_old_one_stays(url: str, machines: Machines, opened: Open) -> None:
+    plan = machines.plan()
+    machines.obtain("first", opened(url), plan)
+    header = plan.sources[0].with_name("tiny.h")
+    header.write_text("inline int answer_of_header() { return 43; }\n")
+    os.utime(header, (1, 1))
+    assert answer(machines.obtain("second", opened(url), plan).library) == 43
+    assert answer(machines.obtain("third", opened(url), plan).library) == 43
+    assert machines.compiled == 2
+    assert len([item for item in opened(url).list() if item.name.endswith(".tar.gz")]) == 2
+
+
+def test_what_is_there_is_never_overwritten(url: str, machines: Machines, opened: Open) -> None:
+    entry = machines.obtain("first", opened(url))
+    before = opened(url).list()
+    other = opened(url)
+    changed = BuildCache(machines.folder / "changed")
+    shutil.copytree(machines.folder / "caches" / "first", changed.root)
+    (changed.root / entry.manifest.name / entry.manifest.key / "build.log").write_text("another log\n")
+    assert other.publish(changed, next(iter(changed.entries())))
+    assert [item for item in other.list() if item.name.endswith(".tar.gz")] == [item for item in before if item.name.endswith(".tar.gz")]
+
+
+def test_without_permission_to_write_nothing_is_written(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    machines.obtain("first", opened(f"file://{tmp_path}/store", write=False))
+    assert opened(f"file://{tmp_path}/store").list() == []
+
+
+def test_a_warm_start_does_not_touch_it(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    cold, bad.requests[:] = len(bad.requests), []
+    warm = opened("s3://bucket")
+    machines.obtain("first", warm)
+    assert cold > 0
+    assert bad.requests == []
+    assert warm._worker is None
+
+
+def test_signatures_travel_and_count(tmp_path: Path, machines: Machines, opened: Open, require: Any) -> None:
+    require(shutil.which("ssh-keygen"), "ssh-keygen", "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does")
+    for name in ("ours", "theirs"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    (tmp_path / "trusted").write_text(f"builder@team {(tmp_path / 'ours.pub').read_text()}")
+    url = f"file://{tmp_path}/store"
+    signed = {"trusted_keys": tmp_path / "trusted", "signing_key": tmp_path / "ours"}
+    machines.obtain("theirs", opened(url), signing_key=tmp_path / "theirs")
+    reader = opened(url)
+    machines.obtain("ours", reader, **signed)
+    assert machines.compiled == 2, "what others signed is not taken"
+    assert not reader.problem
+    shutil.rmtree(tmp_path / "store")
+    machines.obtain("again", opened(url), machines.plan("other-cpu"), **signed)
+    machines.obtain("reader", opened(url), machines.plan("other-cpu"), trusted_keys=tmp_path / "trusted")
+    assert machines.compiled == 3
+
+
+# ---- bad days --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (stores.hangs, "no answer within"),
+        (stores.fails, "500"),
+        (stores.forbids, "403"),
+        (stores.closes, ""),
+    ],
+)
+def test_a_store_that_fails_is_asked_once(fault: stores.Fault, why: str, machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+    bad.fault = fault
+    there = opened("s3://bucket", limit=1.0)
+    assert answer(machines.obtain("first", there).library) == 42
+    assert why in there.problem
+    assert there.problem
+    asked = len(bad.requests)
+    assert answer(machines.obtain("first", there, machines.plan("other-cpu")).library) == 42
+    assert len(bad.requests) == asked, "it is not asked any more"
+    assert asked <= 4, "the client's own retries"
+
+
+@pytest.mark.parametrize("fault", [stores.truncates, stores.breaks_off, stores.garbles, stores.lies])
+def test_what_a_store_says_is_not_believed(fault: stores.Fault, machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    machines.obtain("first", opened("s3://bucket"), machines.plan("other-cpu"))
+    bad.fault = fault
+    cache = machines.cache("second", opened("s3://bucket", limit=1.0))
+    entry = builder.obtain([machines.plan()], cache)[0].require()
+    assert answer(entry.library) == 42
+    assert machines.compiled == 3
+    assert [one.manifest.name for one in cache.entries()] == ["tiny-cpu"], "nothing of what was sent is in the cache"
+
+
+def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    bad.fault = stores.is_full
+    there = opened("s3://bucket", limit=1.0)
+    machines.obtain("second", there, machines.plan("other-cpu"))
+    assert "507" in there.unwritten
+    assert not there.problem
+    machines.obtain("second", there)
+    assert machines.compiled == 2
+
+
+def test_a_bucket_that_vanishes(s3_address: str, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
+    there = opened("s3://was-never-there/x")
+    assert answer(machines.obtain("first", there).library) == 42
+    assert there.unwritten
+
+
+def test_a_store_that_is_stopped_in_the_middle(machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = stores.BadStore()
+    with stores.served(server) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        there = opened("s3://bucket", limit=1.0)
+        machines.obtain("first", there)
+    server.fault = stores.closes  # what is still connected
+    assert answer(machines.obtain("first", there, machines.plan("other-cpu")).library) == 42
+    assert there.problem
+
+
+def test_a_client_that_is_not_installed_is_named(machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    there = opened("s3://bucket")
+    assert answer(machines.obtain("first", there).library) == 42
+    assert 'pip install "flexops-torch[remote]"' in there.problem
+    assert caplog.text.count("flexops-torch[remote]") == 1
+
+
+# ---- one compile in a cluster ----------------------------------------------------------------------------------------------------------------
+
+RANK = """
+import os, sys
+sys.path[:0] = [{tests!r}]
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from builds import answer, tiny_plan
+from flexops.op_builder import builder, counters
+from flexops.op_builder.cache import BuildCache
+plan = tiny_plan(Path({sources!r}), compiler={compiler!r})
+cache = BuildCache(Path({caches!r}) / str(dist.get_rank()))
+assert answer(builder.obtain([plan], cache)[0].require().library) == 42
+made = counters.of_process()
+Path({caches!r}, f"said-{{dist.get_rank()}}").write_text(f"{{made['compiler']['hits']}} {{made['ranks']['hits']}}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) -> None:
+    """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is there."""
+    machines.plan()
+    tests = str(Path(__file__).resolve().parents[1])
+    (tmp_path / "caches").mkdir()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(tests=tests, sources=str(tmp_path / "sources-tiny-cpu"), caches=str(tmp_path / "caches"), compiler=machines.compiler))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
+    done = subprocess.run(command, env=child_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert machines.compiled == 1
+    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == ["0 1", "0 1", "1 0"]
+
+
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_of_processes_without_a_job_one_compiles(
+    kind: str, tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four machines that know of each other only through the store: threads here, each with a cache and a client of its own."""
+    wait(30)
+    url = f"file://{tmp_path}/store"
+    if kind == "s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address := request.getfixturevalue("s3_address"))
+        stores.bucket(address, "claims")
+        url = "s3://claims"
+    plan, answers = machines.plan(), []
+
+    def run(name: str) -> None:
+        answers.append(machines.obtain(name, opened(url), plan).library)
+
+    threads = [threading.Thread(target=run, args=(f"machine{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answer(library) for library in answers] == [42] * 4
+    assert machines.compiled == 1
+
+
+def claim(there: Remote, machines: Machines, **value: Any) -> None:
+    plan = machines.plan()
+    assert there.leave(machines.cache("other", there), plan.name, builder._digest(plan), "claim", value, replace="")
+
+
+def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
+    wait(1)
+    there = opened(f"file://{tmp_path}/store")
+    claim(there, machines, until=9e12)
+    assert answer(machines.obtain("first", there).library) == 42
+    assert machines.compiled == 1
+
+
+@pytest.mark.parametrize("value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}])
+def test_a_claim_that_has_expired_or_failed_holds_nobody_up(
+    value: dict[str, Any], machines: Machines, opened: Open, bad: stores.BadStore, wait: Callable[[int], None]
+) -> None:
+    wait(1000)
+    assert bad
+    there = opened("s3://bucket")
+    claim(there, machines, **value)
+    assert answer(machines.obtain("first", there).library) == 42
+
+
+def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
+    wait(1000)
+    plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="this is no C++\n")
+    there = opened(f"file://{tmp_path}/store")
+    for name in ("first", "second"):
+        assert builder.obtain([plan], machines.cache(name, there))[0].error
+    assert len([kind for kind in runs(tmp_path / "compiler") if kind == "compile"]) == 2
+
+
+# ---- the real thing --------------------------------------------------------------------------------------------------------------------------
+
+CALL = """
+import json, sys, torch, flexops
+from flexops.op_builder import counters, loader
+x, cos, sin = torch.randn(2, 5, 4, 8), torch.randn(5, 4), torch.randn(5, 4)
+got = flexops.rotary_embedding(x, x, cos, sin)[0]
+loader.ensure("rope", "cpu")
+status = next(one for one in flexops.status() if (one.op, one.device) == ("rope", "cpu"))
+print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": float(got.sum().isfinite()), "counters": counters.of_process(),
+    "clients": [name for name in ("obstore", "oras", "requests") if name in sys.modules]}))
+"""
+
+
+def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
+    environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / name), **variables)
+    done = subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compiler: Any) -> None:
+    assert host_compiler
+    there = {"FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store", "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20"}
+    first = call(tmp_path, "first", FLEXOPS_CACHE_REMOTE_WRITE="1", **there)
+    assert first["reason"].startswith("compiled in")
+    nothing = {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid", "PATH": "/nonexistent"}
+    second = call(tmp_path, "second", **there, **nothing)
+    assert (second["backend"], second["reason"]) == ("jit", "found in the remote cache")
+    assert (second["counters"]["remote"]["hits"], second["counters"]["compiler"]["hits"]) == (1, 0)
+    warm = call(tmp_path, "second", **there, **nothing)
+    assert warm["reason"] == "found in the cache"
+    assert warm["counters"]["remote"] == {"hits": 0, "misses": 0, "bytes": 0, "seconds": 0}
+    assert first["clients"] == second["clients"] == [], "the client library stays in the worker"
+
+
+def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
+    from flexops.compute_capability import parse_arch_list
+    from flexops.op_builder import catalog, device_code, layout
+    from flexops.toolchain import nvrtc
+    from flexops.toolchain.context import SearchContext
+    from flexops.toolchain.installed_torch import package_dirs
+
+    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    require(usable, "NVRTC", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
+    rope = catalog.find("rope")
+    architecture, sources = parse_arch_list("9.0")[0], rope.cuda_sources
+    plan = device_code.plan_kernel("rope", sources, "flexops::rope::rotate<float>", architecture, usable[0].value, layout.csrc_root())
+    url = f"file://{tmp_path}/store"
+    made = [device_code.obtain([plan], BuildCache(tmp_path / name, remote=opened(url)))[0] for name in ("first", "second")]
+    assert [result.cached for result in made] == [False, True]
+    codes = [result.require().library.read_bytes() for result in made]
+    assert codes[0] == codes[1]
+    assert codes[0].startswith(b"\x7fELF")
+
+
+# ---- secrets, counters, and the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_errors_tell_no_secrets(machines: Machines, opened: Open, bad: stores.BadStore, caplog: pytest.LogCaptureFixture) -> None:
+    bad.fault = stores.forbids
+    port = bad.server_port
+    there = opened(f"http://user:hunter2@127.0.0.1:{port}/store?sig=topsecret", limit=1.0)
+    machines.obtain("first", there)
+    said = f"{there.problem} {there.name} {caplog.text}"
+    assert there.problem
+    assert not [secret for secret in ("hunter2", "topsecret", "tests-own-secret") if secret in said]
+
+
+def test_counters_are_of_all_processes_that_used_a_cache(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    url = f"file://{tmp_path}/store"
+    machines.obtain("first", opened(url))
+    machines.obtain("second", opened(url))
+    first, second = (counters.of_cache(machines.folder / "caches" / name) for name in ("first", "second"))
+    assert (first["compiler"]["hits"], first["published"]["hits"], first["remote"]["hits"]) == (1, 1, 0)
+    assert (second["compiler"]["hits"], second["remote"]["hits"]) == (0, 1)
+    assert second["remote"]["bytes"] == first["published"]["bytes"] > 0
+    text = counters.prometheus(second)
+    assert 'flexops_cache_hits_total{tier="remote"} 1' in text.splitlines()
+
+
+def test_a_fork_gets_a_client_of_its_own(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    there = opened(f"file://{tmp_path}/store")
+    machines.obtain("first", there)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(0 if there.list() else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert there.list(), "the parent's goes on"
+
+
+def test_an_archive_must_be_what_was_asked_for(tmp_path: Path, machines: Machines) -> None:
+    cache = machines.cache("first", None)
+    builder.obtain([machines.plan(), machines.plan("other-cpu")], cache)
+    cache_archive.export(cache, tmp_path / "both.tar.gz")
+    entry = cache.entries()[0].manifest
+    other = BuildCache(tmp_path / "empty")
+    with pytest.raises(Exception, match="not the archive"):
+        cache_archive.import_archive(other, tmp_path / "both.tar.gz", only=(entry.name, entry.key))
+    assert other.entries() == []
