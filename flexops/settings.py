@@ -242,7 +242,7 @@ def _remote(text: str) -> str:
     """A remote cache's URL. Unencrypted HTTP only from this machine: who listens in could answer with a library of his own. The error tells no secrets."""
     text = text.strip()
     scheme, separator, rest = text.partition("://")
-    place = rest.partition("/")[0].rpartition("@")[2]
+    place = rest.partition("/")[0].partition("?")[0].partition("#")[0].rpartition("@")[2]
     near = scheme == "http" and (place if place in _NEAR else place.rpartition(":")[0]) in _NEAR
     if text and not (separator and rest and text.isprintable() and " " not in text and (near or scheme in _REMOTES)):
         required = " | ".join(f"{name}://..." for name in _REMOTES)

@@ -60,6 +60,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 @pytest.fixture
 def bad(opened: Open, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.BadStore]:
+    assert opened, "which sets the credentials"
     server = stores.BadStore()
     with stores.served(server) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)

@@ -131,3 +131,30 @@ def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, mon
 def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_DIR is no path"):
         Settings.from_environ({"FLEXOPS_CACHE_DIR": text})
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/p", "gs://b", "az://a/c", "https://user:pw@host/x?sig=1", "oci://ghcr.io/team/x", "file:///a", "http://localhost:80/x", "http://[::1]/x"]
+)
+def test_remote_caches(url: str) -> None:
+    assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote == url
+
+
+@pytest.mark.parametrize(
+    "url", ["hunter2", "http://me:hunter2@host/x?hunter2", "ftp://hunter2@host", "s3://", "s3://a b?hunter2", "http://localhost.evil.example/hunter2"]
+)
+def test_what_is_no_remote_cache_is_refused_and_its_secrets_are_not_told(url: str) -> None:
+    with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:
+        read(FLEXOPS_CACHE_REMOTE=url)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 1.0), ("0.5", 0.5), ("20", 20.0)])
+def test_seconds(text: str, seconds: float) -> None:
+    assert read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text).cache_remote_timeout == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1e3", "nan", "soon", "1."])
+def test_no_seconds(text: str) -> None:
+    with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE_TIMEOUT"):
+        read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text)
