@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import nn as nn
     from . import optim as optim
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
@@ -51,10 +52,15 @@ if TYPE_CHECKING:
     from .ops.rope import rotary_embedding as rotary_embedding
     from .ops.softmax import causal_softmax as causal_softmax
     from .ops.softmax import scaled_masked_softmax as scaled_masked_softmax
+    from .patching import patch as patch
+    from .patching import unpatch as unpatch
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "nn": "nn",
+    "patch": "patching",
+    "unpatch": "patching",
     "optim": "optim",
     "kernel": "kernels.definition",
     "Kernel": "kernels.definition",
@@ -95,7 +101,7 @@ _PUBLIC = {
     "dequantize": "ops.quant",
     "rotary_embedding": "ops.rope",
 }
-_NEED_TORCH = ("optim", "ops", "kernels")
+_NEED_TORCH = ("kernels", "nn", "ops", "optim", "patching")
 
 __all__ = [
     "FallbackWarning",
@@ -127,7 +133,9 @@ __all__ = [
     "lion_",
     "load",
     "load_inline",
+    "nn",
     "optim",
+    "patch",
     "quantize",
     "quantize_fp8",
     "quantize_int8",
@@ -138,6 +146,7 @@ __all__ = [
     "scaled_masked_softmax",
     "status",
     "swiglu",
+    "unpatch",
 ]
 
 _torch_error: Exception | None = None

@@ -106,3 +106,9 @@ class ImageError(LoggedError):
     """An image cannot be built, run or checked: no engine, no space, no base image, or a step that fails."""
 
     exit_code = 10
+
+
+class PatchError(FlexopsError):
+    """``flexops.patch`` was given what is no model, or an architecture or config that cannot be made into one."""
+
+    exit_code = 12

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, target
+from . import bench, build, cache, channel, doctor, image, patch, target
 
 app = typer.Typer(
     name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -15,6 +15,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("build")(build.build)
 app.command("doctor")(doctor.doctor)
+app.command("patch")(patch.patch)
 app.add_typer(cache.app, name="cache")
 app.add_typer(target.app, name="target")
 app.add_typer(channel.app, name="channel")

@@ -7,7 +7,9 @@ chooses between native and reference, and once the library is loaded a call cost
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,12 +320,27 @@ def _checked(refuse: Callable[..., None], function: Callable[..., Any]) -> Calla
     return checked
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def references_only() -> Iterator[None]:
+    """On this thread, inside, no native library is looked for: what is not loaded runs as plain PyTorch."""
+    before, _thread.references_only = getattr(_thread, "references_only", False), True
+    try:
+        yield
+    finally:
+        _thread.references_only = before
+
+
 def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, preceded by the search for something better."""
     qualified = op._schema.name
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_thread, "references_only", False):
+            return reference(*args, **kwargs)
         device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
         if loader.ensure(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
             return op(*args, **kwargs)

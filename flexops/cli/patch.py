@@ -1,0 +1,18 @@
+"""``flexops patch``: what of a model would be swapped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def patch(
+    model: Annotated[str, typer.Argument(metavar="MODEL_CONFIG", help="A model's config.json, or the folder with it; or an architecture, such as llama.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What flexops.patch swaps in a model, and what not and why; no weights are needed."""
+    from ..patching import from_config
+
+    report = from_config.report(model)
+    typer.echo(report.json() if as_json else str(report))

@@ -1,0 +1,6 @@
+"""One line for a whole model: :func:`flexops.patch`."""
+
+from .apply import patch as patch
+from .apply import unpatch as unpatch
+from .report import Report as Report
+from .report import Row as Row

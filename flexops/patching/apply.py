@@ -1,0 +1,200 @@
+"""``flexops.patch`` and ``flexops.unpatch``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PatchError
+from . import forwards
+from .patterns import PATTERNS, UNCHANGED, Pattern
+from .probe import Swap, disagreement
+from .report import Report, Row, rows_of
+
+_verdicts: dict[tuple[int, type, Any], str] = {}
+"""What the probe found, for each row of the table, class and variant: it is asked once in a process."""
+_LOOKS_LIKE = ("RMSNorm", "LayerNorm", "MLP", "DecoderLayer", "FeedForward", "ForCausalLM")
+
+
+def patch(
+    model: Any,
+    *,
+    norms: bool = True,
+    residuals: bool = True,
+    activations: bool = True,
+    rope: bool = True,
+    attention: bool = True,
+    loss: bool = True,
+    optimizer: Any = False,
+    in_graphs: bool = False,
+) -> Report:
+    """Put flexops' operators into a model, in place.
+
+    Args:
+        model: a module, such as one of transformers' models, also wrapped by PEFT, or sharded by ``fully_shard``. Or a class of transformers' models, or
+            the name of an architecture (``"llama"``): then every model of it is patched as it is constructed, until :func:`unpatch`.
+        norms: layer and RMS norms.
+        residuals: residual additions together with the norm behind them; needs ``norms``.
+        activations: gated feed-forward blocks, and gelu or silu with the bias before it.
+        rope: rotary embeddings.
+        attention: attention, and the masks for it.
+        loss: the loss of ``model(..., labels=labels)`` in training, which then returns ``logits=None`` unless called with ``skip_logits=False``.
+        optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters that require a gradient; or an optimizer of torch.optim,
+            to have flexops' with its groups. It is ``report.optimizer``.
+        in_graphs: keep the operators under ``torch.compile``, too. By default what inductor fuses itself (norms, residuals, activations, rope)
+            is left to it there; attention and loss are not.
+
+    Returns:
+        what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
+
+    Raises:
+        PatchError: ``model`` is none of these, or the architecture is unknown.
+
+    A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class and ``isinstance`` do. Copies and pickles of a patched
+    model are patched. What is swapped is known by its class, and its replacement computed the same as the class's own code on a small input, with its
+    gradients; a class that is not known, or whose code computes something else in this release, stays as it is, and the report says so.
+    """
+    wanted = {"norms": norms, "residuals": residuals and norms, "activations": activations, "rope": rope, "attention": attention, "loss": loss}
+    if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
+        from . import classes
+
+        return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
+    if not isinstance(model, nn.Module):
+        raise PatchError("flexops.patch takes a module, a class of models or an architecture's name", found=type(model).__name__)
+    outcomes = [row for module in model.modules() for row in _visit(module, wanted, in_graphs)]
+    if wanted["residuals"] and not in_graphs:
+        _link(model)
+    made, rows = _optimizer(model, optimizer)
+    return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
+
+
+def unpatch(model: Any) -> int:
+    """Take everything back that :func:`patch` has done to a module, or to a class or architecture. Returns how many modules were restored."""
+    if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
+        from . import classes
+
+        return classes.unpatch(model)
+    restored = 0
+    for module in model.modules():
+        if is_ours(module.__dict__.get("forward")):
+            del module.__dict__["forward"]
+            restored += 1
+    return restored
+
+
+def is_ours(forward: Any) -> bool:
+    return isinstance(forward, functools.partial) and str(getattr(forward.func, "__module__", "")).startswith(__package__ or "")
+
+
+# ---- a module ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Iterator[Row]:
+    found = _find(module)
+    name = type(module).__name__
+    if found is None:
+        reason = _unknown(module)
+        if reason:
+            yield Row(name, 1, "-", False, reason)
+        return
+    index, pattern = found
+    reason = "" if wanted[pattern.part] else f"{pattern.part}=False"
+    reason = reason or _refused(module, index, pattern)
+    if not reason:
+        for part, forward in pattern.swap(module):
+            options = {"in_graphs": in_graphs} if hasattr(forward.func, "__wrapped__") else {}
+            part.__dict__["forward"] = functools.partial(forward.func, *forward.args, **forward.keywords, **options)
+    yield Row(name, 1, pattern.operator, not reason, reason)
+
+
+def _refused(module: nn.Module, index: int, pattern: Pattern) -> str:
+    """Why a module stays as it is."""
+    present = module.__dict__.get("forward")
+    if present is not None and not is_ours(present):
+        return "its forward was replaced before, by something else"
+    missing = [name for name in pattern.needs if not hasattr(module, name)]
+    if missing:
+        return f"it has no {' and no '.join(missing)}, as this kind of module had"
+    reason = pattern.refuse(module)
+    if reason:
+        return reason
+    key = (index, _own_class(module), pattern.variant(module))
+    if key not in _verdicts:
+        _verdicts[key] = disagreement(lambda: pattern.miniature(module), functools.partial(_swaps, pattern))
+    return _verdicts[key]
+
+
+def _swaps(pattern: Pattern, tiny: nn.Module) -> Swap:
+    """Also of the norms within a small layer, since it is by theirs that it adds."""
+    norms = [swap for child in tiny.children() if (found := _find(child)) is not None and found[1].part == "norms" for swap in found[1].swap(child)]
+    return [*pattern.swap(tiny), *norms]
+
+
+def _own_class(module: nn.Module) -> type:
+    """The class whose code a module runs: FSDP2, say, puts one of its own before it."""
+    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+
+
+@functools.cache
+def _rows_for(cls: type) -> tuple[int, ...]:
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return tuple(index for index, pattern in enumerate(PATTERNS) if name in pattern.classes or "*" in pattern.classes)
+
+
+def _find(module: nn.Module) -> tuple[int, Pattern] | None:
+    cls = _own_class(module)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for index in _rows_for(cls):
+        pattern = PATTERNS[index]
+        if name in pattern.classes or all(hasattr(module, need) for need in pattern.needs):
+            return index, pattern
+    return None
+
+
+def _unknown(module: nn.Module) -> str:
+    """Said of modules that look as if they had to be known, so that a new release's classes are not passed over in silence."""
+    cls = _own_class(module)
+    known = UNCHANGED.get(f"{cls.__module__}.{cls.__qualname__}", "")
+    return known or ("flexops does not know this class" if cls.__name__.endswith(_LOOKS_LIKE) else "")
+
+
+# ---- a whole model -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _link(model: nn.Module) -> None:
+    """Tell each layer of a stack which norm its output meets next."""
+    for parent in model.modules():
+        layers, last = getattr(parent, "layers", None), getattr(parent, "norm", None)
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        nexts = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
+        for layer, norm in zip(layers, nexts, strict=True):
+            forward: Any = layer.__dict__.get("forward")
+            linked = is_ours(forward) and forward.func in (forwards.decoder_layer, forwards.sandwich_layer)
+            if linked and norm is not None and is_ours(norm.__dict__.get("forward")):
+                layer.__dict__["forward"] = functools.partial(forward.func, *forward.args, **{**forward.keywords, "ahead": (norm,)})
+
+
+def _optimizer(model: nn.Module, wanted: Any) -> tuple[Any, Iterable[Row]]:
+    if wanted is False or wanted is None:
+        return None, ()
+    from .. import optim
+
+    if wanted is True:
+        made = optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+        return made, (Row("optimizer", 1, "AdamW", True),)
+    name = type(wanted).__name__
+    known: dict[str, Callable[..., Any]] = {"Adam": optim.Adam, "AdamW": optim.AdamW, "Adagrad": optim.Adagrad}
+    if not isinstance(wanted, torch.optim.Optimizer) or type(wanted).__module__.partition(".")[0] != "torch" or name not in known:
+        return wanted, (Row("optimizer", 1, "-", False, f"{name} is none of torch.optim's {', '.join(known)}"),)
+    made = known[name]([{key: value for key, value in group.items() if key in _GROUP} for group in wanted.param_groups])
+    if wanted.state:
+        made.load_state_dict({**wanted.state_dict(), "param_groups": made.state_dict()["param_groups"]})
+    return made, (Row("optimizer", 1, name, True),)
+
+
+_GROUP = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay", "initial_accumulator_value")

@@ -1,0 +1,65 @@
+"""Patching before there is a model: constructors of transformers' classes that patch what they have made."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import PatchError
+from .patterns import PATTERNS
+from .report import Report, Row, rows_of
+
+_originals: dict[type, Callable[..., Any]] = {}
+"""The constructors of the classes that are patched."""
+
+
+def patch(target: str | type, apply: Callable[[Any], Report]) -> Report:
+    """Have ``apply`` called for each model of a class, or of the classes of an architecture, when its constructor is done."""
+    classes = list(_classes(target))
+    for cls in classes:
+        if cls in _originals:
+            cls.__init__ = _originals[cls]  # type: ignore[misc]
+        _originals[cls] = cls.__init__  # type: ignore[misc]
+        cls.__init__ = _constructor(cls.__init__, apply)  # type: ignore[misc]
+    rows = [Row(cls.__name__, 1, "patched when constructed", True) for cls in classes]
+    return Report(target if isinstance(target, str) else target.__name__, rows_of(rows))
+
+
+def unpatch(target: str | type) -> int:
+    restored = [cls for cls in _classes(target) if cls in _originals]
+    for cls in restored:
+        cls.__init__ = _originals.pop(cls)  # type: ignore[misc]
+    return len(restored)
+
+
+def _constructor(original: Callable[..., Any], apply: Callable[[Any], Report]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        apply(self)
+
+    return construct
+
+
+def architectures() -> list[str]:
+    """transformers' names of those that the table knows."""
+    return sorted({parts[2] for pattern in PATTERNS for name in pattern.classes if (parts := name.split("."))[:2] == ["transformers", "models"]})
+
+
+def _classes(target: str | type) -> Iterator[type]:
+    if isinstance(target, type):
+        yield target
+        return
+    if target not in architectures():
+        raise PatchError("flexops.patch knows no architecture of this name", found=repr(target), required=f"one of {', '.join(architectures())}")
+    if importlib.util.find_spec("transformers") is None:
+        raise PatchError("an architecture's name is one of transformers' models, which is not installed", fix="pip install transformers")
+    from transformers import PreTrainedModel
+
+    module = importlib.import_module(f"transformers.models.{target}.modeling_{target}")
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__ and "__init__" in cls.__dict__:
+            yield cls

@@ -1,0 +1,202 @@
+"""What runs in place of modules' own ``forward``: each function takes the module first, and gives what the module's class would.
+
+A replaced ``forward`` is a ``functools.partial`` of one of these in the module's ``__dict__``. So the class, its name and its parameters stay what they are,
+copies and pickles of the module are replaced as well, and to take the entry away is to restore it. What a call brings that operators do not
+take (float64, DTensors) goes to the class's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.norm import add_layer_norm, add_rms_norm
+from ..ops.norm import layer_norm as _layer_norm
+from ..ops.norm import rms_norm as _rms_norm
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (nn.Parameter, Tensor)
+_AHEAD = "_flexops_normalized"
+
+
+def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Under ``torch.compile`` the module's own code runs, unless ``in_graphs``: inductor fuses it with what stands around, residual additions of the whole
+    model included, which no operator of ours can."""
+
+    @functools.wraps(forward)
+    def entry(module: nn.Module, *args: Any, in_graphs: bool = False, **kwargs: Any) -> Any:
+        if not in_graphs and torch.compiler.is_compiling():
+            return plain(module, *args, **_without_options(kwargs))
+        return forward(module, *args, **kwargs)
+
+    return entry
+
+
+_OPTIONS = ("eps", "offset", "kind", "names", "ahead")
+
+
+def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+
+
+def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the module's class does."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def is_plain(parameter: Tensor | None) -> bool:
+    """Whether operators take it: a part of a DTensor, say, they do not."""
+    return parameter is None or (type(parameter) in _PLAIN and parameter.dtype in _DTYPES)
+
+
+# ---- norms -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _gain(module: Any, offset: float) -> Any:
+    """The weight, to which Gemma adds 1."""
+    return module.weight.float() + offset if offset else module.weight
+
+
+@replacement
+def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
+    if not torch.compiler.is_compiling():
+        ahead = getattr(x, _AHEAD, None)
+        if ahead is not None and ahead[0] is module and ahead[2] == x._version:
+            return ahead[1]
+    if x.dtype not in _DTYPES or not is_plain(module.weight):
+        return plain(module, x)
+    return _rms_norm(x, _gain(module, offset), eps)
+
+
+@replacement
+def layer_norm(module: Any, x: Tensor, *, eps: float) -> Any:
+    weight, bias = module.weight, module.bias
+    if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
+        return plain(module, x)
+    return _layer_norm(x, weight, bias, eps)
+
+
+def fuses(norm: Any, x: Tensor) -> bool:
+    """Whether a sum can be normalized as the norm would, but without calling it: it is one of the above, and nobody listens to its calls."""
+    ours = norm.__dict__.get("forward")
+    known = isinstance(ours, functools.partial) and ours.func in _NORMS
+    return known and x.dtype in _DTYPES and not norm._forward_hooks and not norm._forward_pre_hooks and not norm._backward_hooks and is_plain(norm.weight)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """``norm(residual + x)`` and the sum, in one pass where that can be."""
+    if not fuses(norm, x) or residual.dtype not in _DTYPES or x.shape != residual.shape:
+        total = residual + x
+        return norm(total), total
+    ours = norm.__dict__["forward"]
+    if ours.func is rms_norm:
+        return add_rms_norm(x, residual, _gain(norm, ours.keywords["offset"]), ours.keywords["eps"])
+    return add_layer_norm(x, residual, norm.weight, norm.bias, ours.keywords["eps"])
+
+
+_NORMS = (rms_norm, layer_norm)
+
+
+# ---- layers: the residual's addition goes with the norm behind it ----------------------------------------------------------------------------
+
+
+def _finish(module: nn.Module, x: Tensor, residual: Tensor, ahead: tuple[Any, ...]) -> Tensor:
+    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That norm's module knows it by the sum's attribute."""
+    alone = torch.compiler.is_compiling() or (module.training and getattr(module, "gradient_checkpointing", False))  # what is kept beside a sum
+    if not ahead or alone or not fuses(ahead[0], x) or ahead[0].weight.device != x.device:
+        return residual + x
+    y, total = add_norm(x, residual, ahead[0])
+    setattr(total, _AHEAD, (ahead[0], y, total._version))
+    return total
+
+
+@replacement
+def decoder_layer(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None, *, position_embeddings: Any = None, ahead: tuple[Any, ...] = (), **kwargs: Any
+) -> Tensor:
+    """Norm, attention, add, norm, feed-forward, add: Llama and its kin."""
+    x = module.input_layernorm(hidden_states)
+    x, _ = module.self_attn(hidden_states=x, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs)
+    if "resid_attn_dropout" in module._modules:  # Phi-3
+        x = module.resid_attn_dropout(x)
+    x, residual = add_norm(x, hidden_states, module.post_attention_layernorm)
+    x = module.mlp(x)
+    if "resid_mlp_dropout" in module._modules:
+        x = module.resid_mlp_dropout(x)
+    return _finish(module, x, residual, ahead)
+
+
+@replacement
+def sandwich_layer(
+    module: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, *, ahead: tuple[Any, ...] = (), **kwargs: Any
+) -> Tensor:
+    """As above with a norm on either side: Gemma 2 and 3."""
+    x = module.input_layernorm(hidden_states)
+    x, _ = module.self_attn(hidden_states=x, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs)
+    x, residual = add_norm(module.post_attention_layernorm(x), hidden_states, module.pre_feedforward_layernorm)
+    return _finish(module, module.post_feedforward_layernorm(module.mlp(x)), residual, ahead)
+
+
+@replacement
+def vit_layer(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+    x, _ = module.attention(module.layernorm_before(hidden_states), attention_mask, **kwargs)
+    x, residual = add_norm(module.dropout(x), hidden_states, module.layernorm_after)
+    return residual + module.dropout(module.mlp(x))
+
+
+@replacement
+def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    """The norm behind the sum, so that what is normalized is the stream itself: under autocast it stays in the stream's dtype."""
+    x = module.dropout(module.dense(hidden_states))
+    if x.dtype != input_tensor.dtype:
+        normalized: Tensor = module.LayerNorm(x + input_tensor)
+        return normalized
+    return add_norm(x, input_tensor, module.LayerNorm)[0]
+
+
+# ---- feed-forward blocks -----------------------------------------------------------------------------------------------------------------------
+
+
+def _gate(kind: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    return swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind)  # type: ignore[arg-type]
+
+
+@replacement
+def gated_mlp(module: Any, x: Tensor, *, kind: str) -> Any:
+    """``down(act(gate(x)) * up(x))``."""
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
+        return plain(module, x)
+    return module.down_proj(_gate(kind, gate, up))
+
+
+@replacement
+def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str) -> Any:
+    """The same with gate and up in one product: Phi-3."""
+    both = module.gate_up_proj(hidden_states)
+    if both.dtype not in _DTYPES or type(both) is not Tensor:
+        return plain(module, hidden_states)
+    return module.down_proj(_gate(kind, both))
+
+
+def _is_bare(linear: Any) -> bool:
+    """Whether its weight and bias are all there is to it."""
+    bare = type(linear) is nn.Linear and "forward" not in linear.__dict__ and not linear._forward_hooks and not linear._forward_pre_hooks
+    return bare and linear.bias is not None and type(linear.weight) is nn.Parameter and not linear._backward_hooks
+
+
+@replacement
+def mlp(module: Any, hidden_states: Tensor, *, kind: str, names: tuple[str, str]) -> Any:
+    """``second(act(first(x)))``, the first one's bias added where the activation reads it; ``names`` are those of the two layers, the second may be ""."""
+    first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
+    if hidden_states.dtype not in _DTYPES or not _is_bare(first):
+        return plain(module, hidden_states)
+    x = F.linear(hidden_states, first.weight)
+    x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]
+    return x if second is None else second(x)

@@ -1,0 +1,93 @@
+"""The loss of ``model(..., labels=labels)`` as a linear cross entropy: the logits of all tokens are never there at once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from .forwards import plain
+
+
+def head(module: Any, x: Tensor, *, target: Tensor | None = None, **options: Any) -> Any:
+    """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's hooks have gathered the layer's parameters."""
+    if target is None:
+        return plain(module, x)
+    return linear_cross_entropy(x, module.weight, target, module.bias, **options)
+
+
+def is_replaced(module: nn.Module | None) -> bool:
+    ours = module.__dict__.get("forward") if module is not None else None
+    return isinstance(ours, functools.partial) and ours.func is head
+
+
+def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None) -> bool:
+    """Whether the loss can be had without logits, and nobody has asked for these."""
+    skip = module.training if skip_logits is None else skip_logits
+    if labels is None or not skip or not isinstance(logits_to_keep, int) or logits_to_keep != 0 or not is_replaced(module.get_output_embeddings()):
+        return False
+    return "_loss_function" not in module.__dict__  # somebody's own, which wants logits
+
+
+def causal_lm(
+    module: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    *args: Any,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    skip_logits: bool | None = None,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What transformers' causal language models do, and with labels, in training, ``logits=None`` in the output.
+
+    ``skip_logits`` says otherwise: False for logits in training, too; True for none in evaluation. Where logits are made the loss is made of them, by the
+    model's own code.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+    if args or not _takes_labels(module, skip_logits, logits_to_keep, labels):
+        if args:
+            positional: tuple[Any, ...] = (input_ids, attention_mask, position_ids, *args)
+            given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "labels": labels, "use_cache": use_cache}
+            rest = {name: value for name, value in given.items() if value is not None}
+        else:
+            positional, rest = (input_ids,), {**inputs, "labels": labels, "use_cache": use_cache}
+        if return_dict is not None:
+            rest["return_dict"] = return_dict
+        if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            rest["logits_to_keep"] = logits_to_keep
+        return plain(module, *positional, **rest, **kwargs)
+    outputs = getattr(module, module.base_model_prefix)(input_ids, **inputs, use_cache=use_cache, return_dict=True, **kwargs)
+    assert labels is not None
+    loss: Any = _loss(module, outputs.last_hidden_state, labels, **kwargs)
+    found = CausalLMOutputWithPast(
+        loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )  # fmt: skip
+    wants_dict = return_dict if return_dict is not None else getattr(module.config, "return_dict", True)
+    return found if wants_dict else found.to_tuple()
+
+
+def _loss(
+    module: Any, hidden: Tensor, labels: Tensor, num_items_in_batch: Any = None, ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any
+) -> Tensor:
+    """transformers' ``ForCausalLMLoss``: token i + 1 is the target of position i."""
+    target = shift_labels if shift_labels is not None else F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+    softcap = getattr(module.config, "final_logit_softcapping", None)
+    if softcap is not None:
+        options["softcap"] = softcap
+    loss: Tensor = module.get_output_embeddings()(hidden, target=target.to(hidden.device), **options)
+    if num_items_in_batch is None:
+        return loss
+    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+

@@ -1,0 +1,116 @@
+"""Whether a replacement computes what the class's own code does, tried on a miniature of the module: a class's code changes from one release of a
+library to the next, and its name does not.
+
+A miniature is made without the class's constructor, a few numbers wide, on the CPU, so that a model on ``meta``, a sharded one or one of 70 B parameters is
+probed in the same milliseconds. Operators run as plain PyTorch here: nothing is compiled for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._register import references_only
+
+Swap = list[tuple[nn.Module, Any]]
+"""Modules, and what becomes their ``forward``."""
+
+WIDTH, INNER, CLASSES, LENGTH = 8, 12, 13, 5
+_NOT_COPIED = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
+_TOLERANCE = 1e-4
+
+
+def bare(module: nn.Module, **children: Any) -> Any:
+    """A module of the same class with the same settings, and these children and parameters."""
+    made = type(module).__new__(type(module))
+    nn.Module.__init__(made)
+    made.__dict__.update({name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED})
+    for name, value in children.items():
+        setattr(made, name, value)
+    return made.eval()
+
+
+def linear(inputs: int, outputs: int, like: Any = None) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=like is None or getattr(like, "bias", None) is not None, device="cpu", dtype=torch.float32)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, device="cpu", dtype=torch.float32) * 0.5)
+
+
+class Attention(nn.Module):
+    """Stands for a layer's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return self.projection(hidden_states), None
+
+
+class Base(nn.Module):
+    """Stands for the model below a language model's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self.embedding(input_ids))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Neither the caller's modes matter, nor are the caller's random numbers used up."""
+    modes = (torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"))
+    with contextlib.ExitStack() as stack, torch.random.fork_rng([]), references_only():
+        for mode in modes:
+            stack.enter_context(mode)
+        torch.manual_seed(0)
+        yield
+
+
+def disagreement(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], swap: Callable[[nn.Module], Swap]) -> str:
+    """What differs between a miniature and the same with its ``forward`` swapped, result or gradients; "" if nothing does.
+
+    Args:
+        make: gives a miniature, and arguments for it.
+        swap: gives the replacements for it.
+    """
+    try:
+        with _undisturbed():
+            module, args, kwargs = make()
+            expected = _run(module, args, kwargs)
+            other = copy.deepcopy(module)
+            for part, forward in swap(other):
+                part.forward = forward
+            actual = _run(other, args, kwargs)
+    except Exception as error:  # whatever another release's code may raise
+        return f"its code did not run on a small input: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if len(expected) != len(actual):
+        return "on a small input it gives other tensors than the replacement"
+    for a, b in zip(actual, expected, strict=True):
+        if a.shape != b.shape or not torch.allclose(a, b, _TOLERANCE, _TOLERANCE):
+            return "on a small input it computes something else than the replacement"
+    return ""
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    inputs = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    result = module(*inputs, **kwargs)
+    output = result if isinstance(result, Tensor) else result["loss"]
+    weights = torch.linspace(-1.0, 1.0, output.numel()).view(output.shape) + 0.1
+    sources = [x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
+    gradients = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
+    return [output.detach(), *(torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(sources, gradients, strict=True))]

@@ -1,0 +1,75 @@
+"""What a patch did: one row for each kind of module, with the reason where nothing was changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of the modules of one class.
+
+    Attributes:
+        module: the class's name; ``optimizer`` for that.
+        count: how many there are.
+        operator: what takes the place of its own code, or would.
+        swapped: whether it does.
+        reason: why not, or what else there is to know.
+    """
+
+    module: str
+    count: int
+    operator: str
+    swapped: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`flexops.patch` did to a model. ``str(report)`` is a table.
+
+    Attributes:
+        model: the model's class.
+        rows: what was swapped first, then what was not.
+        optimizer: the optimizer that was asked for with ``optimizer=``, else None.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    optimizer: Any = field(default=None, compare=False)
+
+    @property
+    def swapped(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.swapped)
+
+    @property
+    def not_swapped(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.swapped)
+
+    def json(self) -> str:
+        return json.dumps({"model": self.model, "rows": [asdict(row) for row in self.rows]}, indent=2)
+
+    def __str__(self) -> str:
+        head = f"flexops.patch({self.model}): {sum(row.count for row in self.swapped)} modules swapped"
+        if not self.rows:
+            return f"{head}; it has none that flexops knows"
+        modules = max(len(row.module) for row in self.rows)
+        operators = max(len(row.operator) for row in self.rows)
+        lines = [
+            f"  {'yes' if row.swapped else 'no ':3}  {row.count:>4} x {row.module:<{modules}}  {row.operator:<{operators}}  {row.reason}".rstrip()
+            for row in self.rows
+        ]
+        return "\n".join([head, *lines])
+
+
+def rows_of(outcomes: Iterable[Row]) -> tuple[Row, ...]:
+    """Outcomes of single modules, those that are alike in one row."""
+    counts: dict[tuple[bool, str, str, str], int] = {}
+    for one in outcomes:
+        key = (not one.swapped, one.module, one.operator, one.reason)
+        counts[key] = counts.get(key, 0) + one.count
+    found = [Row(module, count, operator, not refused, reason) for (refused, module, operator, reason), count in counts.items()]
+    return tuple(sorted(found, key=lambda row: not row.swapped))

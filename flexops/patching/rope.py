@@ -1,0 +1,46 @@
+"""Rotary embedding inside of transformers' attention: the class's own ``forward``, with another ``apply_rotary_pos_emb`` among the names that it sees."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.rope import rotary_embedding
+from .forwards import replacement
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length, rotary_dim]``, each number twice."""
+    if unsqueeze_dim == 2:
+        q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+    return rotary_embedding(q, k, cos, sin)
+
+
+def original(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """The function that a class's ``forward`` calls, if it calls one of that name."""
+    forward = cls.forward
+    return forward.__globals__.get(_NAME) if isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names else None
+
+
+@functools.cache
+def _with_ours(cls: Any) -> Callable[..., Any]:
+    forward = cls.forward
+    assert isinstance(forward, types.FunctionType)
+    names = {**forward.__globals__, _NAME: apply_rotary_pos_emb}
+    del names["__name__"]  # by which torch.compile would look the names up in the module
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+@replacement
+def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of an attention module."""
+    return _with_ours(type(module))(module, *args, **kwargs)

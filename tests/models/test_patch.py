@@ -1,0 +1,343 @@
+"""``flexops.patch`` on transformers' own models: what a patched model computes is what the plain one computes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+import flexops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """Loss, logits if there are any, and the gradient of every parameter."""
+    model.zero_grad()
+    output = model(**inputs, **options)
+    output.loss.backward()
+    found = {name: value.grad.float() for name, value in model.named_parameters() if value.grad is not None}
+    found["loss"] = output.loss.detach().float()
+    if output.logits is not None:
+        found["logits"] = output.logits.detach().float()
+    return found
+
+
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Of each tensor, relative to its size; or to a thousandth of the largest's, for those that are 0 but for rounding (the bias of keys)."""
+    assert actual.keys() == expected.keys()
+    least = max(value.norm().item() for name, value in expected.items() if name not in ("loss", "logits")) / 1000
+    return {name: ((actual[name] - value).norm() / value.norm().clamp(min=least)).item() for name, value in expected.items()}
+
+
+def visible(found: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the logits of padding, which mean nothing."""
+    if "attention_mask" in inputs and "logits" in found:
+        found["logits"] = found["logits"][inputs["attention_mask"].bool()]
+    return found
+
+
+def logits_too(name: str) -> dict[str, Any]:
+    return {"skip_logits": False} if name in tiny.CAUSAL else {}
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+def test_a_patched_model_computes_the_same(name: str, padding: str) -> None:
+    if name == "vit" and padding:
+        return  # there is no padding among pictures
+    model = tiny.model(name)
+    inputs = tiny.batch(name, padding=padding)
+    expected = visible(results(model, inputs), inputs)
+    flexops.patch(model)
+    actual = visible(results(model, inputs, **logits_too(name)), inputs)
+    differences = distance(actual, expected)
+    assert max(differences.values()) < 2e-5, differences
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
+    truth = results(tiny.model(name), tiny.batch(name))
+    model, inputs = tiny.model(name, torch.bfloat16), tiny.batch(name, torch.bfloat16)
+    plain = distance(results(model, inputs), truth)
+    flexops.patch(model)
+    patched = distance(results(model, inputs, **logits_too(name)), truth)
+    assert max(patched.values()) < 1.5 * max(plain.values()), (patched, plain)
+    assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_in_training_the_loss_needs_no_logits(name: str) -> None:
+    model, inputs = tiny.model(name), tiny.batch(name, padding="right")
+    expected = results(model, inputs)
+    report = flexops.patch(model)
+    assert [row.operator for row in report.swapped if row.module.endswith("ForCausalLM")] != [], report
+    actual = results(model, inputs)
+    assert "logits" not in actual
+    del expected["logits"]
+    differences = distance(actual, expected)
+    assert max(differences.values()) < 2e-5, differences
+
+
+@pytest.mark.parametrize("options", [{"num_items_in_batch": torch.tensor(50)}, {"num_items_in_batch": 7}, {"ignore_index": 5}, {"shift_labels": ...}], ids=str)
+def test_the_loss_has_transformers_options(options: dict[str, Any]) -> None:
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    if "shift_labels" in options:
+        options = {"shift_labels": inputs["labels"].roll(2, 1)}
+    inputs["labels"] = inputs["labels"].clamp(min=5)
+    expected = results(model, inputs, **options)
+    del expected["logits"]
+    flexops.patch(model)
+    differences = distance(results(model, inputs, **options), expected)
+    assert max(differences.values()) < 2e-5, differences
+
+
+def test_logits_come_where_they_are_asked_for() -> None:
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    flexops.patch(model)
+    assert model(**inputs).logits is None
+    assert model(**inputs, skip_logits=False).logits.shape[1] == tiny.LENGTH
+    assert model(**inputs, logits_to_keep=tiny.LENGTH).logits.shape[1] == tiny.LENGTH
+    assert model(inputs["input_ids"]).logits.shape[1] == tiny.LENGTH
+    assert model(**inputs, return_dict=False)[0].dim() == 0
+    model.eval()
+    assert model(**inputs).logits is not None
+    assert model(**inputs, skip_logits=True).logits is None
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean() + labels.float().mean() * 0 + vocab_size * 0
+    model.train()
+    assert model(**inputs).loss == model(**inputs).logits.float().mean(), "a loss function of somebody's own gets logits"
+
+
+@pytest.mark.parametrize("name", tiny.CAUSAL)
+def test_it_generates_the_same(name: str) -> None:
+    model = tiny.model(name).eval()
+    inputs = tiny.batch(name, padding="left")
+    asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "max_new_tokens": 4, "do_sample": False, "output_scores": True}
+    expected = model.generate(**asked, return_dict_in_generate=True)
+    flexops.patch(model)
+    actual = model.generate(**asked, return_dict_in_generate=True)
+    torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    assert actual.sequences.equal(expected.sequences)
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_gradient_checkpointing(name: str) -> None:
+    model, inputs = tiny.model(name), tiny.batch(name)
+    expected = results(model, inputs)
+    flexops.patch(model)
+    model.gradient_checkpointing_enable()
+    differences = distance(results(model, inputs, **logits_too(name)), expected)
+    assert max(differences.values()) < 2e-5, differences
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_unpatch_restores_every_bit(name: str) -> None:
+    model, inputs = tiny.model(name), tiny.batch(name)
+    before = [{key: value for key, value in vars(part).items() if not key.startswith("_")} for part in model.modules()]
+    names = [(key, tuple(value.shape)) for key, value in model.state_dict().items()]
+    classes = [type(part) for part in model.modules()]
+    expected = results(model, inputs)
+    flexops.patch(model)
+    assert [(key, tuple(value.shape)) for key, value in model.state_dict().items()] == names
+    assert [type(part) for part in model.modules()] == classes
+    assert flexops.unpatch(model) > 0
+    assert [{key: value for key, value in vars(part).items() if not key.startswith("_")} for part in model.modules()] == before
+    actual = results(model, inputs)
+    assert all(actual[key].equal(value) for key, value in expected.items())
+    assert flexops.unpatch(model) == 0
+
+
+def test_copies_and_pickles_are_patched_and_their_own() -> None:
+    model, inputs = tiny.model("phi3"), tiny.batch("phi3")  # not Llama: where HF's kernels are installed, its attention cannot be pickled
+    flexops.patch(model)
+    expected = results(model, inputs)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)):
+        assert other(**inputs).logits is None
+        assert all(value.equal(expected[key]) for key, value in results(other, inputs).items())
+        with torch.no_grad():
+            other.model.norm.weight.zero_()
+            other.model.layers[0].input_layernorm.weight.zero_()
+        assert results(other, inputs)["loss"] != expected["loss"]
+        flexops.unpatch(other)
+        assert other(**inputs).logits is not None
+    assert results(model, inputs)["loss"] == expected["loss"]
+
+
+def test_patching_twice_is_patching_once() -> None:
+    model, inputs = tiny.model("qwen3"), tiny.batch("qwen3")
+    first, expected = flexops.patch(model), results(model, inputs)
+    assert flexops.patch(model) == first
+    assert results(model, inputs)["loss"] == expected["loss"]
+    flexops.unpatch(model)
+    assert model(**inputs).logits is not None
+
+
+def test_hooks_see_what_they_saw() -> None:
+    """Also those of transformers, which collect hidden states: the sums of layers, not what is fused with them."""
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    expected = model(**inputs, output_hidden_states=True).hidden_states
+    flexops.patch(model)
+    seen: list[Tensor] = []
+    handle = model.model.layers[1].input_layernorm.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    actual = model(**inputs, output_hidden_states=True).hidden_states
+    handle.remove()
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert len(seen) == 1
+    flexops.unpatch(model)
+    torch.testing.assert_close(seen[0], model.model.layers[1].input_layernorm(expected[1]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_sum_that_was_written_over_is_normalized_anew() -> None:
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    doubled = model.model.layers[0].register_forward_hook(lambda _, __, output: output.mul_(2))
+    with torch.no_grad():
+        expected = model.eval()(inputs["input_ids"]).logits
+        flexops.patch(model)
+        torch.testing.assert_close(model(inputs["input_ids"]).logits, expected, atol=1e-4, rtol=1e-4)
+    doubled.remove()
+
+
+# ---- what is not swapped ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_switches_turn_parts_off() -> None:
+    model = tiny.model("llama")
+    report = flexops.patch(model, norms=False, rope=False, activations=False, loss=False, attention=False)
+    assert report.swapped == ()
+    assert {row.reason for row in report.not_swapped} >= {"norms=False", "residuals=False", "rope=False", "activations=False", "loss=False"}
+    assert flexops.unpatch(model) == 0
+
+
+def test_code_that_computes_something_else_stays_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another release of transformers, say: same names, another formula."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    from flexops.patching import apply
+
+    monkeypatch.setattr(apply, "_verdicts", {})
+    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x)))
+    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", lambda _, hidden_states, cache, **__: hidden_states + cache)
+    model = tiny.model("qwen2")
+    report = flexops.patch(model)
+    reasons = {row.module: row.reason for row in report.not_swapped}
+    assert reasons["Qwen2MLP"] == "on a small input it computes something else than the replacement"
+    assert "did not run on a small input: TypeError" in reasons["Qwen2DecoderLayer"]
+    assert "Qwen2MLP" in str(report)
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert {row.module for row in report.swapped} >= {"Qwen2RMSNorm"}
+
+
+def test_unknown_classes_are_named() -> None:
+    class HouseRMSNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    report = flexops.patch(nn.Sequential(HouseRMSNorm(), nn.LayerNorm((4, 8)), nn.Linear(3, 3)))
+    reasons = {row.module: row.reason for row in report.not_swapped}
+    assert reasons["HouseRMSNorm"] == "flexops does not know this class"
+    assert "normalizes over 2 dimensions" in reasons["LayerNorm"]
+    assert report.swapped == ()
+
+
+def test_a_forward_that_somebody_else_replaced_stays() -> None:
+    model = tiny.model("llama")
+    model.model.norm.forward = lambda x: x
+    report = flexops.patch(model)
+    assert [(row.module, row.count) for row in report.not_swapped if "by something else" in row.reason] == [("LlamaRMSNorm", 1)]
+    assert model.model.norm(3) == 3
+
+
+def test_no_model_is_refused() -> None:
+    with pytest.raises(flexops.errors.PatchError, match="takes a module"):
+        flexops.patch(3)
+    with pytest.raises(flexops.errors.PatchError, match=r"one of .*llama"):
+        flexops.patch("lama")
+
+
+def test_the_report_is_a_table_and_json() -> None:
+    report = flexops.patch(tiny.model("gpt_neox"))
+    text = json.loads(report.json())
+    assert text["model"] == "GPTNeoXForCausalLM"
+    assert {row["module"]: row["swapped"] for row in text["rows"]}["LayerNorm"] is True
+    assert all(row["reason"] for row in text["rows"] if not row["swapped"])
+    assert "GPTNeoXLayer" in str(report)
+
+
+def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
+    """What is probed is one small module of each class, whatever the model's size, and nothing of the model is computed: it may be on meta."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=16, num_key_value_heads=8, intermediate_size=8192))
+    report = flexops.patch(model)
+    assert {row.module: row.count for row in report.swapped}["LlamaRMSNorm"] == 33
+    assert report.not_swapped == ()
+
+
+def test_random_numbers_are_not_used_up() -> None:
+    from flexops.patching import apply
+
+    apply._verdicts.clear()
+    model = tiny.model("mistral")
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    flexops.patch(model)
+    assert torch.rand(3).equal(expected)
+
+
+# ---- torch's own modules -----------------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """What people write themselves."""
+
+    def __init__(self, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.LayerNorm(16), lambda: nn.LayerNorm(16, elementwise_affine=False), lambda: nn.LayerNorm(16, bias=False), lambda: nn.RMSNorm(16),
+    lambda: nn.RMSNorm(16, eps=1e-3), lambda: Block(nn.SiLU()), lambda: Block(nn.GELU()), lambda: Block(nn.GELU(approximate="tanh")),
+])  # fmt: skip
+def test_torchs_own_modules(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = torch.randn(5, 16, requires_grad=True)
+    expected = model(x)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    assert len(flexops.patch(model).swapped) == 1
+    actual = model(x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), x)[0], expected_grad, atol=1e-5, rtol=1e-4)
+    assert model(x.double().float()).dtype == torch.float32
+    torch.testing.assert_close(model.double()(x.double()), expected.double(), atol=1e-5, rtol=1e-4)
+
+
+def test_another_activation_stays() -> None:
+    report = flexops.patch(Block(nn.ReLU()))
+    assert [row.reason for row in report.rows] == ["its activation, ReLU, is neither silu nor gelu"]

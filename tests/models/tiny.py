@@ -1,0 +1,80 @@
+"""Tiny random models of every architecture that ``flexops.patch`` names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+WORDS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {"num_key_value_heads": 2}
+WINDOW = {"sliding_window": 6}
+
+CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", GROUPED),
+    "mistral": ("Mistral", GROUPED | WINDOW),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 16}),
+    "gemma2": ("Gemma2", GROUPED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3", GROUPED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", GROUPED),
+    "gpt_neox": ("GPTNeoX", {}),
+}
+OTHERS = ("bert", "vit")
+ALL = (*CAUSAL, *OTHERS)
+LENGTH, PICTURE = 12, 16
+
+
+def config(name: str, **changes: Any) -> Any:
+    if name == "bert":
+        return transformers.BertConfig(**SIZES, **WORDS, **changes)
+    if name == "vit":
+        return transformers.ViTConfig(**SIZES, image_size=PICTURE, patch_size=4, num_labels=7, **changes)
+    prefix, more = CAUSAL[name]
+    kind = f"{prefix}TextConfig" if name == "gemma3" else f"{prefix}Config"
+    return getattr(transformers, kind)(**SIZES, **WORDS, **more, **changes)
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """In training mode, with transformers' eager attention, norms that are not all ones, and no dropout."""
+    classes = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
+    torch.manual_seed(0)
+    made = getattr(transformers, classes.get(name) or f"{CAUSAL[name][0]}ForCausalLM")(config(name, attn_implementation="eager", **changes))
+    with torch.no_grad():
+        for key, value in made.named_parameters():
+            if value.dim() == 1:
+                value.add_(torch.randn_like(value) * 0.2)
+            elif "embed" not in key:
+                value.mul_(4)  # so that layers do something
+    for part in made.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.0
+    return made.to(dtype).train()
+
+
+@functools.lru_cache
+def _batch(name: str, padding: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(3, 3, PICTURE, PICTURE, generator=generator), "labels": torch.tensor([1, 5, 2])}
+    tokens = torch.randint(3, WORDS["vocab_size"], (3, LENGTH), generator=generator)
+    labels = tokens.clone()
+    labels[0, 3:5] = -100
+    inputs = {"input_ids": tokens, "labels": labels}
+    if padding:
+        mask = torch.ones_like(tokens)
+        mask[1, (slice(None, 4) if padding == "left" else slice(-4, None))] = 0
+        labels[mask == 0] = -100
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def batch(name: str, dtype: torch.dtype = torch.float32, padding: str = "") -> dict[str, torch.Tensor]:
+    """A batch with labels, some of them -100."""
+    return {key: value.to(dtype) if value.is_floating_point() else value.clone() for key, value in _batch(name, padding).items()}
