@@ -147,7 +147,7 @@ def sandwich_layer(
 def vit_layer(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
     x, _ = module.attention(module.layernorm_before(hidden_states), attention_mask, **kwargs)
     x, residual = add_norm(module.dropout(x), hidden_states, module.layernorm_after)
-    return residual + module.dropout(module.mlp(x))
+    return _finish(module, module.dropout(module.mlp(x)), residual, ())
 
 
 @replacement

@@ -43,4 +43,5 @@ def _with_ours(cls: Any) -> Callable[..., Any]:
 @replacement
 def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of an attention module."""
-    return _with_ours(type(module))(module, *args, **kwargs)
+    cls: Any = type(module)
+    return _with_ours(cls)(module, *args, **kwargs)
