@@ -1,0 +1,354 @@
+"""flexops.attention's kernels on a GPU: every tiling of both ways, Hopper's own and the one for sm_80 and newer, against float64 and torch's flash backend."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.ops import attention as attention_module
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+from attention_cases import WINDOWS, assert_close, distance_of, errors, exact
+
+pytestmark = pytest.mark.gpu
+HALVES = (torch.bfloat16, torch.float16)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("attention", "cuda")
+
+
+def _library() -> Any:
+    return ctypes.CDLL(str(next(one.path for one in flexops.status() if one.op == "attention" and one.device == "cuda" and one.path)))
+
+
+@pytest.fixture(params=["hopper", "sm_80"])
+def way(request: pytest.FixtureRequest, require: Any) -> Iterator[str]:
+    """Which kernels run."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    require(hopper or request.param == "sm_80", "a GPU of capability 9.0", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
+    _library().flexops_attention_hopper(int(request.param == "hopper"))
+    yield request.param
+    _library().flexops_attention_hopper(1)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def qkv(queries: int, keys: int, heads: int, key_heads: int, columns: int, columns_v: int = 0, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(queries + keys + columns)
+    return (
+        rand(batch, queries, heads, columns, dtype=dtype),
+        rand(batch, keys, key_heads, columns, dtype=dtype),
+        rand(batch, keys, key_heads, columns_v or columns, dtype=dtype),
+    )
+
+
+# ---- tilings ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("columns", [(32, 32), (64, 64), (72, 72), (96, 96), (80, 80), (128, 128), (64, 128), (192, 128), (192, 192), (160, 160), (256, 256)])
+@pytest.mark.usefixtures("way")
+def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
+    assert_close(errors(*qkv(201, 333, 6, 2, *columns), causal=causal), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_float16(columns: int) -> None:
+    assert_close(errors(*qkv(201, 333, 4, 4, columns, dtype=torch.float16), causal=True), torch.float16)
+
+
+@pytest.mark.usefixtures("way")
+def test_long_rows() -> None:
+    """The tiling of 8192 keys and more."""
+    assert_close(errors(*qkv(300, 8300, 2, 1, 128, batch=1), causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.usefixtures("way")
+def test_no_worse_than_torchs_flash_backend(dtype: torch.dtype, columns: int, causal: bool) -> None:
+    q, k, v = qkv(1000, 1000, 4, 4, columns, dtype=dtype)
+    ours = errors(q, k, v, causal=causal)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(11)).to(dtype)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+    expected, _ = exact(*wide, causal=causal)
+    gradients = torch.autograd.grad(theirs, leaves, grad.transpose(1, 2))
+    exact_gradients = torch.autograd.grad(expected, wide, grad.double())
+    found = {"out": distance_of(theirs.transpose(1, 2), expected)}
+    found |= {name: distance_of(a.transpose(1, 2), b) for name, a, b in zip("qkv", gradients, exact_gradients, strict=True)}
+    assert all(ours[name] <= 1.1 * error for name, error in found.items()), f"{ours} against {found}"
+
+
+# ---- what scores may be ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("way")
+def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
+    assert_close(errors(*qkv(700, 900, 2, 2, 128, batch=1), window=window, causal=causal), torch.bfloat16)
+
+
+def _biases() -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    keep = torch.rand(2, 1, 130, 257, device="cuda") > 0.3
+    keep[:, :, 7] = False  # a row that sees nothing
+    return {
+        "float32, all batches": torch.randn(1, 4, 130, 257, device="cuda"),
+        "bfloat16": torch.randn(2, 4, 130, 257, device="cuda").bfloat16(),
+        "float16, one row": torch.randn(2, 1, 1, 257, device="cuda").half(),
+        "bool": keep,
+        "two dimensions, transposed": torch.randn(257, 130, device="cuda").t(),
+    }
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("kind", ["float32, all batches", "bfloat16", "float16, one row", "bool", "two dimensions, transposed"])
+@pytest.mark.usefixtures("way")
+def test_bias(kind: str, columns: int) -> None:
+    assert_close(errors(*qkv(130, 257, 4, 2, columns), bias=_biases()[kind]), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_soft_cap(columns: int) -> None:
+    q, k, v = qkv(500, 500, 2, 2, columns, batch=1)
+    assert_close(errors(q * 4, k * 4, v, softcap=20.0, causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.usefixtures("way")
+def test_alibi(batched: bool) -> None:
+    slopes = torch.rand((2, 4) if batched else (4,), device="cuda")
+    assert_close(errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_sinks_and_gradients_of_log_sum_exp() -> None:
+    assert_close(errors(*qkv(200, 300, 4, 2, 128), sinks=torch.randn(4, device="cuda"), causal=True, with_lse=True), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_all_at_once() -> None:
+    options = {"alibi_slopes": torch.rand(4, device="cuda"), "bias": torch.randn(2, 1, 300, 400, device="cuda"), "sinks": torch.randn(4, device="cuda")}
+    q, k, v = qkv(300, 400, 4, 2, 128)
+    assert_close(errors(q * 3, k * 3, v, causal=True, softcap=20.0, window=(150, None), with_lse=True, **options), torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])
+@pytest.mark.usefixtures("way")
+def test_any_scale(scale: float) -> None:
+    found = errors(*qkv(130, 200, 2, 2, 128), scale=scale)
+    if scale == 0:
+        assert found.pop("q") == found.pop("k") == 0
+    assert_close(found, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_large_logits() -> None:
+    q, k, v = qkv(300, 300, 2, 2, 128, batch=1)
+    found = errors(q * 8, k * 8, v)
+    assert found["out"] < 6e-3
+    assert found["lse"] < 1e-4
+
+
+# ---- what tensors may be -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (1, 1000), (3, 20000), (77, 1), (300, 100), (5, 0), (0, 5), (128, 128), (129, 127)], ids=lambda n: str(n)
+)
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_any_lengths(queries: int, keys: int, columns: int) -> None:
+    found = errors(*qkv(queries, keys, 4, 2, columns), causal=True)
+    if keys == 1:  # softmax of one number has no gradient: what is left is rounding
+        del found["q"], found["k"]
+    assert_close(found, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_an_empty_batch() -> None:
+    assert_close(errors(*qkv(5, 5, 4, 2, 64, batch=0)), torch.bfloat16)
+
+
+def _strided() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    torch.manual_seed(3)
+    packed, heads_first = rand(2, 400, 3, 4, 128), rand(3, 2, 4, 400, 128)
+    misaligned = rand(2 * 400 * 4 * 128 + 1)[1:].view(2, 400, 4, 128)
+    broadcast = rand(1, 400, 4, 128).expand(2, 400, 4, 128)
+    every_second = rand(2, 400, 4, 256)[..., ::2]
+    one_for_all = rand(2, 400, 1, 128).expand(2, 400, 4, 128)
+    return {
+        "packed projection": packed.unbind(2),  # type: ignore[dict-item]
+        "heads first": tuple(x.transpose(1, 2) for x in heads_first),  # type: ignore[dict-item]
+        "misaligned": (misaligned, misaligned, misaligned),
+        "broadcast": (broadcast, broadcast, one_for_all),
+        "every second column": (every_second, every_second, every_second),
+    }
+
+
+@pytest.mark.parametrize("kind", ["packed projection", "heads first", "misaligned", "broadcast", "every second column"])
+@pytest.mark.usefixtures("way")
+def test_strides(kind: str) -> None:
+    assert_close(errors(*_strided()[kind], causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("way")
+def test_packed(columns: int, causal: bool) -> None:
+    """Each sequence is what it is by itself; some are empty on one side."""
+    torch.manual_seed(0)
+    lengths_q, lengths_k = [100, 0, 333, 1, 128, 7], [100, 50, 400, 300, 7, 0]
+    at_q, at_k = ([sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k))
+    cumulative = [torch.tensor(at, dtype=torch.int32, device="cuda") for at in (at_q, at_k)]
+    tensors = rand(at_q[-1], 4, columns), rand(at_k[-1], 2, columns), rand(at_k[-1], 2, columns)
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    grad, slopes = rand(*q.shape), torch.rand(4, device="cuda")
+    out, lse = flexops.attention(
+        q, k, v, causal=causal, alibi_slopes=slopes, cu_seqlens_q=cumulative[0], cu_seqlens_k=cumulative[1], max_seqlen_q=333, max_seqlen_k=400, return_lse=True
+    )
+    gradients = torch.autograd.grad(out, (q, k, v), grad)
+    expected = [torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in (out, lse, q, k, v)]
+    for i in range(len(lengths_q)):
+        rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
+        wide = [x[None, part].double().requires_grad_() for x, part in ((tensors[0], rows), (tensors[1], keys), (tensors[2], keys))]
+        part, part_lse = exact(*wide, causal=causal, alibi_slopes=slopes)
+        expected[0][rows], expected[1][:, rows] = part[0].detach(), part_lse[0].detach()
+        of_q, of_k, of_v = torch.autograd.grad(part, wide, grad[None, rows].double())
+        expected[2][rows], expected[3][keys], expected[4][keys] = of_q[0], of_k[0], of_v[0]
+    names = ("out", "lse", "q", "k", "v")
+    assert_close({name: distance_of(a, b) for name, a, b in zip(names, (out, lse, *gradients), expected, strict=True)}, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_more_than_2_to_31_scores() -> None:
+    """Some rows of a long sequence are what float64 makes of them."""
+    length, heads = 2**17, 2
+    q, k, v = qkv(length, length, heads, 1, 64, batch=1)
+    out, lse = flexops.attention(q, k, v, causal=True, return_lse=True)
+    for row in (0, 1, 12345, length // 2, length - 1):
+        alone, alone_lse = exact(q[:, row : row + 1].double(), k[:, : row + 1].double(), v[:, : row + 1].double())
+        assert distance_of(out[:, row : row + 1], alone) < 6e-3
+        assert distance_of(lse[..., row : row + 1], alone_lse) < 1e-4
+
+
+# ---- always the same ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_deterministic_gradients(columns: int) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(1100, 1500, 8, 4, columns))
+    grad = rand(2, 1100, 8, columns)
+    runs = [torch.autograd.grad(flexops.attention(q, k, v, causal=True, deterministic=True), (q, k, v), grad) for _ in range(4)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    assert_close(errors(q, k, v, causal=True, deterministic=True), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_on_many_threads() -> None:
+    cases = [(columns, causal) for columns in (64, 128, 256) for causal in (False, True)]
+    found: list[dict[str, float]] = [{} for _ in cases]
+
+    def work(number: int) -> None:
+        columns, causal = cases[number]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            generator = torch.Generator("cuda").manual_seed(number)
+            q, k, v = (torch.randn(2, 300, 4, columns, device="cuda", generator=generator).bfloat16() for _ in range(3))
+            found[number] = errors(q, k, v, causal=causal)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        assert one
+        assert_close(one, torch.bfloat16)
+
+
+FIRST_LAUNCH = """
+import torch, flexops
+torch.manual_seed(0)
+q, k, v, grad = (torch.randn(2, 300, 4, 64, device="cuda").bfloat16() for _ in range(4))
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+assert not flexops.attention(q[:, :0], k, v).numel()  # loads the library, launches nothing
+torch.autograd.grad((q.float() @ k.float().transpose(-1, -2)).sum(), (q, k))  # torch's own first things
+torch.cuda.synchronize()
+
+def run():
+    out = flexops.attention(q, k, v, causal=True)
+    return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+stream = torch.cuda.Stream()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=stream):
+    results = run()
+graph.replay()
+torch.cuda.synchronize()
+expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+for a, b in zip(results, (expected, *torch.autograd.grad(expected, (q, k, v), grad.double())), strict=True):
+    assert (a.double() - b.double()).norm() < 0.01 * b.double().norm(), (a, b)
+assert {one.device: one.backend for one in flexops.status() if one.op == "attention"}["cuda"] in ("aot", "jit")
+"""
+
+
+def test_first_launch_in_graph_capture() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", FIRST_LAUNCH], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- what kernels do not take --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize(
+    ("columns", "dtype", "reason"), [(64, torch.float32, "float32 on a GPU"), (320, torch.bfloat16, "head_dim of 320"), (20, torch.float16, "of 20")]
+)
+def test_the_reason_of_plain_pytorch_is_told(columns: int, dtype: torch.dtype, reason: str) -> None:
+    assert_close(errors(*qkv(50, 70, 4, 2, columns, dtype=dtype), causal=True), torch.bfloat16)
+    assert any(reason in one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference")
+    with torch.no_grad():
+        q, k, v = (x.transpose(1, 2) for x in qkv(50, 50, 4, 4, columns, dtype=dtype))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(flexops.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(100, 100), (100, 150), (150, 100)])
+def test_torchs_arguments(queries: int, keys: int) -> None:
+    q, k, v = (x.transpose(1, 2) for x in qkv(queries, keys, 4, 2, 64))
+    keep = torch.rand(2, 1, queries, keys, device="cuda") > 0.3
+    for options in ({"is_causal": True}, {"attn_mask": keep}, {"scale": 0.3}):
+        wide = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True, **options)  # type: ignore[arg-type]
+        ours = flexops.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)  # type: ignore[arg-type]
+        assert distance_of(ours, wide.nan_to_num(0.0)) < 6e-3
+
+
+def test_self_check() -> None:
+    assert attention_module.self_check("cuda") < 0.05
+    assert math.isfinite(attention_module.self_check("cuda"))
