@@ -175,17 +175,16 @@ def _declined_backward(q: Tensor, v: Tensor) -> str:
 
 def _torchs(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> str:
     """Why torch's own attention is called; "" if it is not, "meant" if that is nothing to report."""
-    if dropout_p != 0.0:
-        return "meant"
-    if not all(x.dim() == 4 for x in (query, key, value)) or (mask is not None and is_causal):
+    of_q, of_k, of_v, dtype = query.shape, key.shape, value.shape, query.dtype
+    if dropout_p != 0.0 or not len(of_q) == len(of_k) == len(of_v) == 4 or (mask is not None and is_causal):
         return "meant"  # torch's to compute, or to refuse
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if of_q[1] != of_k[1] and (not enable_gqa or of_k[1] == 0 or of_q[1] % of_k[1]):
         return "meant"
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype or query.dtype not in _FLOATS:
+    if dtype != key.dtype or dtype != value.dtype or dtype not in _FLOATS:
         return "meant"
-    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
+    if of_q[0] != of_k[0] or of_k[:3] != of_v[:3] or of_q[3] != of_k[3]:
         return "meant"
-    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or (mask.requires_grad and torch.is_grad_enabled())):
+    if mask is not None and (mask.dtype not in (torch.bool, dtype) or (mask.requires_grad and torch.is_grad_enabled())):
         return "meant"
     if why := _declined(query, value):
         return why

@@ -194,26 +194,23 @@ def test_an_empty_batch() -> None:
     assert_close(errors(*qkv(5, 5, 4, 2, 64, batch=0)), torch.bfloat16)
 
 
-def _strided() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def _strided(kind: str) -> list[Tensor]:
     torch.manual_seed(3)
-    packed, heads_first = rand(2, 400, 3, 4, 128), rand(3, 2, 4, 400, 128)
-    misaligned = rand(2 * 400 * 4 * 128 + 1)[1:].view(2, 400, 4, 128)
-    broadcast = rand(1, 400, 4, 128).expand(2, 400, 4, 128)
-    every_second = rand(2, 400, 4, 256)[..., ::2]
-    one_for_all = rand(2, 400, 1, 128).expand(2, 400, 4, 128)
-    return {
-        "packed projection": packed.unbind(2),  # type: ignore[dict-item]
-        "heads first": tuple(x.transpose(1, 2) for x in heads_first),  # type: ignore[dict-item]
-        "misaligned": (misaligned, misaligned, misaligned),
-        "broadcast": (broadcast, broadcast, one_for_all),
-        "every second column": (every_second, every_second, every_second),
-    }
+    if kind == "packed projection":
+        return list(rand(2, 400, 3, 4, 128).unbind(2))
+    if kind == "heads first":
+        return [rand(2, 4, 400, 128).transpose(1, 2) for _ in range(3)]
+    if kind == "misaligned":
+        return [rand(2 * 400 * 4 * 128 + 1)[1:].view(2, 400, 4, 128) for _ in range(3)]
+    if kind == "broadcast":
+        return [rand(1, 400, 4, 128).expand(2, 400, 4, 128), *(rand(2, 400, 1, 128).expand(2, 400, 4, 128) for _ in range(2))]
+    return [rand(2, 400, 4, 256)[..., ::2] for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["packed projection", "heads first", "misaligned", "broadcast", "every second column"])
 @pytest.mark.usefixtures("way")
 def test_strides(kind: str) -> None:
-    assert_close(errors(*_strided()[kind], causal=True), torch.bfloat16)
+    assert_close(errors(*_strided(kind), causal=True), torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])

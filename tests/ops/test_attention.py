@@ -1,0 +1,284 @@
+"""flexops.attention and flexops.scaled_dot_product_attention: the contract, every option against the formula, packed sequences, torch's arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import Args, Case, Contract, Make, Refusal, Shape
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flexops
+from flexops.bench.reference import OnReference
+from flexops.ops import attention as attention_module
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import WINDOWS, assert_close, distance_of, errors, exact
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def grouped(make: Make, shape: Shape) -> Args:
+    """``shape``: batch, queries, keys, key heads, columns; twice as many query heads."""
+    batch, queries, keys, heads, columns = shape
+    return make(batch, queries, 2 * heads, columns), make(batch, keys, heads, columns), make(batch, keys, heads, columns)
+
+
+def with_everything(make: Make, shape: Shape) -> Args:
+    q, k, v = grouped(make, shape)
+    batch, queries, heads, _ = q.shape
+    small = {"dtype": torch.float32}
+    return q, k, v, make(batch, 1, queries, k.shape[1]) / 4, make.uniform(heads, **small), make(heads, **small)
+
+
+def packed(make: Make, shape: Shape) -> Args:
+    """``shape``: queries and keys of each of two sequences, key heads, columns."""
+    queries, keys, heads, columns = shape
+    ends = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=make.device) for n in (queries, keys)]
+    return make(2 * queries, 2 * heads, columns), make(2 * keys, heads, columns), make(2 * keys, heads, columns), *ends
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flexops.attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+
+
+def attend_with_everything(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor) -> Any:
+    return flexops.attention(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2), deterministic=True)
+
+
+def plain_with_everything(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor) -> Tensor:
+    return exact(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2))[0]
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    longest = q.shape[0] // 2, k.shape[0] // 2
+    return flexops.attention(
+        q, k, v, causal=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1], deterministic=True
+    )
+
+
+def plain_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    return exact(*(x.unflatten(0, (2, -1)) for x in (q, k, v)), causal=True)[0].flatten(0, 1)
+
+
+def wrong_calls() -> tuple[Refusal, ...]:
+    q, k = torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 2, 8)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+
+    def refused(message: str, error: type[Exception] = ValueError, *, of: tuple[Tensor, ...] = (q, k, k), **options: Any) -> Refusal:
+        return Refusal(lambda: flexops.attention(*of, **options), error, rf"flexops\.attention: {message}")
+
+    return (
+        refused(r"q must have shape \[batch, length, heads, head_dim\], got \[3, 4, 8\]", of=(q[0], k, k)),
+        refused(r"k must have shape \[2, any, key heads, 8\], as q, got \[2, 5, 2, 4\]", of=(q, k[..., :4], k)),
+        refused(r"k must have a number of heads that divides q's 4, got", of=(q, k[:, :, [0, 0, 0]], k[:, :, [0, 0, 0]])),
+        refused(r"v must have k's shape \[2, 5, 2, 8\], head_dim excepted, got \[2, 3, 4, 8\]", of=(q, k, q)),
+        refused(r"bias must be broadcastable to .* \[2, 4, 3, 5\], got \[2, 5\]", bias=torch.zeros(2, 5)),
+        refused("bias must be a bool, .* got torch.int32", TypeError, bias=torch.zeros(5, dtype=torch.int32)),
+        refused(r"sinks must have shape \[4\], got \[2\]", sinks=torch.zeros(2)),
+        refused(r"alibi_slopes must have shape \[4\] or \[2, 4\], got \[3\]", alibi_slopes=torch.zeros(3)),
+        refused("alibi_slopes must not require a gradient", alibi_slopes=torch.zeros(4, requires_grad=True)),
+        refused("cu_seqlens_q and cu_seqlens_k must both be given", cu_seqlens_q=ends),
+        refused(r"q must have shape \[tokens, heads, head_dim\], packed, got", cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3),
+        refused("cu_seqlens_k must be an int32 tensor, got torch.int64", TypeError, of=(q[0], k[0], k[0]), cu_seqlens_q=ends, cu_seqlens_k=ends.long()),
+        refused("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k", max_seqlen_q=3),
+        refused("window must be two numbers of keys", window=(-2, 0)),
+    )
+
+
+class TestContract(Contract):
+    cases = (
+        Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"), differentiable=(0, 1, 2),
+             shapes=((1, 3, 4, 1, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)),
+             refusals=wrong_calls(), accuracy=False),
+        Case("attention with everything", "attention", attend_with_everything, with_everything, plain_with_everything,
+             names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3, 5), parameters=(3,),
+             shapes=((1, 3, 4, 1, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False),
+        Case("packed attention", "attention", attend_packed, packed, plain_packed, names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+             differentiable=(0, 1, 2), shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
+             inductor=False, dynamic=((3, 4, 1, 8),), broadcasts=False),
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["op", "reference"])
+def both(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    with OnReference() if request.param == "reference" else contextlib.nullcontext():
+        yield
+
+
+def draw(queries: int, keys: int, heads: int, key_heads: int, columns: int, columns_v: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = (2, queries, heads, columns), (2, keys, key_heads, columns), (2, keys, key_heads, columns_v or columns)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+# ---- every option --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("columns", [(8, 8), (64, 64), (40, 24), (128, 128), (192, 128), (20, 12)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("both")
+def test_any_head_dim(columns: tuple[int, int], causal: bool, dtype: torch.dtype) -> None:
+    assert_close(errors(*draw(40, 70, 6, 2, *columns, dtype=dtype), causal=causal), dtype)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 300), (300, 1), (77, 33), (5, 0), (0, 5), (129, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("both")
+def test_any_lengths(queries: int, keys: int, causal: bool) -> None:
+    found = errors(*draw(queries, keys, 4, 2, 16), causal=causal)
+    if keys == 1:  # softmax of one number has no gradient: what is left is rounding
+        del found["q"], found["k"]
+    assert_close(found, torch.float32)
+
+
+@pytest.mark.parametrize("window", [*WINDOWS, (10, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("both")
+def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
+    assert_close(errors(*draw(150, 200, 2, 2, 16), window=window, causal=causal), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 30, 40), (1, 4, 30, 1), (2, 1, 1, 40), (30, 40), (40,), (4, 1, 1)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.usefixtures("both")
+def test_bias_of_every_shape(shape: tuple[int, ...], kind: torch.dtype) -> None:
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = errors(*draw(30, 40, 4, 2, 16), bias=bias > -0.7 if kind == torch.bool else bias.to(kind))
+    assert found.pop("bias", 0.0) < 0.01  # rounded to bias's own dtype
+    assert_close(found, torch.float32)
+
+
+@pytest.mark.usefixtures("both")
+def test_all_at_once() -> None:
+    generator = torch.Generator().manual_seed(2)
+    slopes, bias, sinks = torch.rand(2, 4, generator=generator), torch.randn(2, 1, 30, 40, generator=generator), torch.randn(4, generator=generator)
+    q, k, v = draw(30, 40, 4, 2, 16)
+    found = errors(q * 3, k * 3, v, causal=True, softcap=5.0, window=(15, None), alibi_slopes=slopes, bias=bias, sinks=sinks, scale=0.4, with_lse=True)
+    assert_close(found, torch.float32)
+
+
+@pytest.mark.usefixtures("both")
+def test_rows_that_see_nothing_are_zeros() -> None:
+    q, k, v = (x.requires_grad_() for x in draw(7, 5, 4, 2, 16))
+    keep = torch.ones(7, 5, dtype=torch.bool)
+    keep[3] = False
+    out, lse = flexops.attention(q, k, v, causal=True, bias=keep, return_lse=True)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    for row in (0, 1, 3):  # causality leaves nothing to the first two
+        assert not out[:, row].any()
+        assert (lse[..., row] == -torch.inf).all()
+        assert not gradients[0][:, row].any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("both")
+def test_packed_sequences_are_what_they_are_alone() -> None:
+    lengths_q, lengths_k = [10, 0, 33, 1, 5], [10, 5, 40, 30, 0]
+    at_q, at_k = ([sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tokens, heads, 16, generator=generator, requires_grad=True) for tokens, heads in ((at_q[-1], 4), (at_k[-1], 2), (at_k[-1], 2)))
+    ends = {"cu_seqlens_q": torch.tensor(at_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(at_k, dtype=torch.int32)}
+    grad = torch.randn(q.shape, generator=generator)
+    whole = flexops.attention(q, k, v, causal=True, window=(20, None), **ends)
+    assert torch.equal(whole, flexops.attention(q, k, v, causal=True, window=(20, None), max_seqlen_q=33, max_seqlen_k=40, **ends))
+    parts = [
+        exact(q[None, a:b], k[None, c:d], v[None, c:d], causal=True, window=(20, None))[0][0]
+        for a, b, c, d in zip(at_q, at_q[1:], at_k, at_k[1:], strict=False)
+    ]
+    expected = torch.cat(parts)
+    assert distance_of(whole, expected) < 1e-6
+    for one, other in zip(torch.autograd.grad(whole, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True):
+        assert distance_of(one, other) < 1e-6
+
+
+# ---- in torch's machinery ------------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in draw(33, 50, 4, 2, 16))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flexops.attention(q, k, v, causal=True, deterministic=True)
+
+    expected = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+    actual = torch.autograd.grad(checkpoint(call, q, k, v, use_reentrant=False).square().sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_autocast_casts_as_torchs_attention_does() -> None:
+    q, k, v = (x.requires_grad_() for x in draw(33, 33, 4, 4, 16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = flexops.attention(q, k, v.bfloat16())
+        torchs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert ours.dtype == torchs.dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in torch.autograd.grad(ours.sum(), (q, k, v)))
+
+
+def test_operations_are_counted_as_torchs_own_are() -> None:
+    q, k, v = (x.requires_grad_() for x in draw(33, 50, 4, 4, 16))
+    with FlopCounterMode(display=False) as ours:
+        flexops.attention(q, k, v).sum().backward()
+    leaves = [x.detach().to("meta").transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    products = 2 * 2 * 4 * 33 * 50 * 16
+    assert ours.get_total_flops() == 7 * products
+    with FlopCounterMode(display=False) as torchs:
+        torch.ops.aten._scaled_dot_product_flash_attention(*leaves)
+    assert torchs.get_total_flops() == 2 * products
+
+
+# ---- torch's arguments -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (9, 12), (12, 9)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"mask": torch.bool}, {"mask": torch.float32}], ids=str)
+@pytest.mark.parametrize("grouped_heads", [False, True])
+def test_torchs_arguments(queries: int, keys: int, options: dict[str, Any], grouped_heads: bool) -> None:
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(queries, keys, 4, 2 if grouped_heads else 4, 16))
+    options = dict(options)
+    if kind := options.pop("mask", None):
+        mask = torch.randn(2, 1, queries, keys, generator=torch.Generator().manual_seed(1))
+        options["attn_mask"] = mask > -1 if kind == torch.bool else mask
+    results = [
+        function(q, k, v, enable_gqa=grouped_heads, **options)
+        for function in (flexops.scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    ]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(result.square().sum(), (q, k, v)) for result in results))
+
+
+def test_what_torch_alone_has_is_torchs() -> None:
+    q = torch.ones(2, 4, 9, 16)
+    torch.manual_seed(0)
+    ours = flexops.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+    assert flexops.scaled_dot_product_attention(q[0], q[0], q[0]).shape == (4, 9, 16)
+    bias = torch.zeros(9, 9, requires_grad=True)
+    assert torch.autograd.grad(flexops.scaled_dot_product_attention(q, q, q, bias).sum(), bias)[0].shape == (9, 9)
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexops.op_builder import loader
+
+    reason = "a head_dim of 20: plain PyTorch, in pieces"
+    monkeypatch.setattr(loader, "_declined", {})
+    loader.decline("attention", "cuda", reason)
+    assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]
+    monkeypatch.setenv("FLEXOPS_FALLBACK", "forbid")
+    with pytest.raises(flexops.errors.NativeUnavailableError, match="attention"):
+        loader.decline("attention", "cuda", reason)
+
+
+def test_self_check() -> None:
+    assert attention_module.self_check("cpu") < 1e-5
