@@ -64,7 +64,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
     )
 
 
-def plain_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+def plain_packed(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return exact(*(x.unflatten(0, (2, -1)) for x in (q, k, v)), causal=True)[0].flatten(0, 1)
 
 
@@ -145,7 +145,10 @@ def test_any_lengths(queries: int, keys: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
 def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
-    assert_close(errors(*draw(150, 200, 2, 2, 16), window=window, causal=causal), torch.float32)
+    found = errors(*draw(150, 200, 2, 2, 16), window=window, causal=causal)
+    if causal and window == (0, None):  # one key, as below
+        del found["q"], found["k"]
+    assert_close(found, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 30, 40), (1, 4, 30, 1), (2, 1, 1, 40), (30, 40), (40,), (4, 1, 1)])
@@ -154,7 +157,8 @@ def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
 def test_bias_of_every_shape(shape: tuple[int, ...], kind: torch.dtype) -> None:
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = errors(*draw(30, 40, 4, 2, 16), bias=bias > -0.7 if kind == torch.bool else bias.to(kind))
-    assert found.pop("bias", 0.0) < 0.01  # rounded to bias's own dtype
+    of_bias = found.pop("bias", 0.0)
+    assert of_bias < 0.01 or shape[-1] == 1  # rounded to bias's own dtype; what is the same for all keys changes nothing
     assert_close(found, torch.float32)
 
 
