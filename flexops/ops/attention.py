@@ -194,9 +194,10 @@ def _torchs(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_ca
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    device = q.device.type if isinstance(q, Tensor) else ""
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in _FLOATS else x for x in (q, k, v))
     return q, k, v
 

@@ -114,6 +114,7 @@ class Case:
         broadcasts: takes inputs whose elements share memory (not true for what is written in place).
         autocast: the dtype of the parameters inside an autocast region; False: not tried.
         accuracy: False for what has no error to measure, because its results have the reference's bits, say.
+        rounding: the least relative rounding that is granted where results are compared element by element, for sums of many terms.
         slack: what the largest and the mean error may be of the rival's. The largest is that of one element of thousands: it is the mean that decides.
         draws: how often inputs are drawn to measure errors; many, where results are few numbers, whose mean error is a matter of luck.
         devices: device types.
@@ -141,6 +142,7 @@ class Case:
     broadcasts: bool = True
     autocast: bool = True
     accuracy: bool = True
+    rounding: float = 0.0
     slack: tuple[float, float] = (2.0, 1.05)
     draws: int = 1
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -468,7 +470,7 @@ class Contract:
                     actual = run(case.call, args, case.differentiable)
                     if case.same_bits:
                         assert_same(actual, expected)
-                    assert_near(actual, expected, what=f"{shape}")
+                    assert_near(actual, expected, case.rounding, what=f"{shape}")
                 assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
                 assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
 
@@ -477,10 +479,10 @@ class Contract:
         args = case.inputs(Make(dtype, device), case.shapes[0])
         expected = run(case.oracle, _cast(args, torch.float64), case.differentiable)
         everything = run(case.call, args, case.differentiable)
-        assert_near(everything, expected, ROUNDING[dtype])
+        assert_near(everything, expected, max(ROUNDING[dtype], case.rounding))
         for number, position in enumerate(case.differentiable):
             alone = run(case.call, args, (position,))
-            assert_near(alone, everything._replace(gradients=everything.gradients[number : number + 1]), what=f"argument {position} alone")
+            assert_near(alone, everything._replace(gradients=everything.gradients[number : number + 1]), case.rounding, what=f"argument {position} alone")
 
     def test_accuracy(self, case: Case, device: str, dtype: torch.dtype) -> None:
         """Against float64: no further from it than torch's own kernel."""
@@ -568,7 +570,7 @@ class Contract:
             expected = run(case.call, plain, case.differentiable)
             for isa in at_each_isa(device):
                 with isa:
-                    assert_near(run(case.call, args, case.differentiable), expected, what=f"{shape} {dtype} {layout}")
+                    assert_near(run(case.call, args, case.differentiable), expected, case.rounding, what=f"{shape} {dtype} {layout}")
 
     def test_gradients_of_any_strides(self, case: Case, device: str) -> None:
         """What comes back to an operator is often expanded (from a sum) or transposed."""
@@ -581,7 +583,7 @@ class Contract:
             plain = [gradient.contiguous().clone() for gradient in given]
             actual = torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
             expected = torch.autograd.grad(outputs, inputs, plain, allow_unused=True)
-            assert_near(Result((), actual), Result((), expected), what=layout.__name__)
+            assert_near(Result((), actual), Result((), expected), case.rounding, what=layout.__name__)
 
     def test_empty(self, case: Case, device: str) -> None:
         for shape in ((0, *case.shapes[0][1:]),) if case.empty is None else case.empty:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexops
+from flexops import settings
 from flexops.bench.reference import OnReference
+from flexops.errors import NativeUnavailableError
+from flexops.op_builder import loader
 from flexops.ops import attention as attention_module
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,10 +43,10 @@ def with_everything(make: Make, shape: Shape) -> Args:
 
 
 def packed(make: Make, shape: Shape) -> Args:
-    """``shape``: queries and keys of each of two sequences, key heads, columns."""
+    """``shape``: queries and keys of each of two sequences, key heads, columns. The last two arguments are the longest."""
     queries, keys, heads, columns = shape
     ends = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=make.device) for n in (queries, keys)]
-    return make(2 * queries, 2 * heads, columns), make(2 * keys, heads, columns), make(2 * keys, heads, columns), *ends
+    return make(2 * queries, 2 * heads, columns), make(2 * keys, heads, columns), make(2 * keys, heads, columns), *ends, queries, keys
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -57,14 +61,13 @@ def plain_with_everything(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_s
     return exact(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2))[0]
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
-    longest = q.shape[0] // 2, k.shape[0] // 2
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: int) -> Any:
     return flexops.attention(
         q, k, v, causal=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1], deterministic=True
     )
 
 
-def plain_packed(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+def plain_packed(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return exact(*(x.unflatten(0, (2, -1)) for x in (q, k, v)), causal=True)[0].flatten(0, 1)
 
 
@@ -87,7 +90,10 @@ def wrong_calls() -> tuple[Refusal, ...]:
         refused("alibi_slopes must not require a gradient", alibi_slopes=torch.zeros(4, requires_grad=True)),
         refused("cu_seqlens_q and cu_seqlens_k must both be given", cu_seqlens_q=ends),
         refused(r"q must have shape \[tokens, heads, head_dim\], packed, got", cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3),
-        refused("cu_seqlens_k must be an int32 tensor, got torch.int64", TypeError, of=(q[0], k[0], k[0]), cu_seqlens_q=ends, cu_seqlens_k=ends.long()),
+        refused(
+            "cu_seqlens_k must be an int32 tensor, got torch.int64", TypeError, of=(q[0], k[0], k[0]), cu_seqlens_q=ends, cu_seqlens_k=ends.long(),
+            max_seqlen_q=3, max_seqlen_k=3,
+        ),
         refused("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k", max_seqlen_q=3),
         refused("window must be two numbers of keys", window=(-2, 0)),
     )
@@ -95,14 +101,14 @@ def wrong_calls() -> tuple[Refusal, ...]:
 
 class TestContract(Contract):
     cases = (
-        Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"), differentiable=(0, 1, 2),
-             shapes=((1, 3, 4, 1, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)),
+        Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"),
+             differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)),
              refusals=wrong_calls(), accuracy=False),
         Case("attention with everything", "attention", attend_with_everything, with_everything, plain_with_everything,
-             names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3, 5), parameters=(3,),
-             shapes=((1, 3, 4, 1, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False),
+             names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3), autocast=False, rounding=2.0**-20,
+             shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False),
         Case("packed attention", "attention", attend_packed, packed, plain_packed, names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-             differentiable=(0, 1, 2), shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
+             differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
              inductor=False, dynamic=((3, 4, 1, 8),), broadcasts=False),
     )  # fmt: skip
 
@@ -273,14 +279,13 @@ def test_what_torch_alone_has_is_torchs() -> None:
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexops.op_builder import loader
-
     reason = "a head_dim of 20: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)
     assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]
-    monkeypatch.setenv("FLEXOPS_FALLBACK", "forbid")
-    with pytest.raises(flexops.errors.NativeUnavailableError, match="attention"):
+    forbidding = replace(settings.current(), fallback="forbid")
+    monkeypatch.setattr(settings, "current", lambda: forbidding)
+    with pytest.raises(NativeUnavailableError, match="attention"):
         loader.decline("attention", "cuda", reason)
 
 

@@ -34,6 +34,7 @@ SOURCES: tuple[Source, ...] = (
     Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu")),
     Source("rope", "rope", "rope", ("rotary_embedding",)),
     Source("softmax", "softmax", "softmax", ("scaled_masked_softmax", "causal_softmax")),
+    Source("attention", "attention", "attention", ("attention",)),
     Source("cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
