@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ def _functions(setup: Setup, shape: Shape) -> Functions:
         return op.attention(q, k, v, causal=shape.causal)
 
     def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = {"enable_gqa": True} if shape.heads != shape.key_heads else {}
-        tensors = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=shape.causal, **grouped).transpose(1, 2)
+        grouped: dict[str, Any] = {"enable_gqa": True} if shape.heads != shape.key_heads else {}
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, **grouped).transpose(1, 2)
 
     functions: dict[str, Function] = {FLEXOPS: ours, TORCH: torchs}
     if setup.device == "cuda":
