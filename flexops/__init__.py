@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
+    from .op_builder.counters import cache_stats as cache_stats
     from .op_builder.extension import load as load
     from .op_builder.extension_inline import load_inline as load_inline
     from .op_builder.loader import FallbackWarning as FallbackWarning
@@ -67,6 +68,7 @@ _PUBLIC = {
     "load": "op_builder.extension",
     "load_inline": "op_builder.extension_inline",
     "status": "op_builder.loader",
+    "cache_stats": "op_builder.counters",
     "OpStatus": "op_builder.loader",
     "FallbackWarning": "op_builder.loader",
     "bias_gelu": "ops.activation",
@@ -118,6 +120,7 @@ __all__ = [
     "attention",
     "bias_gelu",
     "bias_silu",
+    "cache_stats",
     "causal_softmax",
     "clip_grads_",
     "cross_entropy",

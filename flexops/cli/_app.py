@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, patch, target
+from . import bench, build, cache, channel, doctor, image, patch, target, warm
 
 app = typer.Typer(
     name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="Fused PyTorch operators: build, check, cache, targets, benchmarks.",
 )  # fmt: skip
 app.command("build")(build.build)
+app.command("warm")(warm.warm)
 app.command("doctor")(doctor.doctor)
 app.command("patch")(patch.patch)
 app.add_typer(cache.app, name="cache")

@@ -15,10 +15,12 @@ from rich.table import Table
 
 from .. import settings
 from ..errors import CacheError
-from ..op_builder import cache_archive, loader
+from ..op_builder import cache_archive, counters, loader
 from ..op_builder.cache import BuildCache, Entry
+from . import remote
 
 app = typer.Typer(no_args_is_help=True, help="Look at the build cache and keep it in order.")
+app.add_typer(remote.app, name="remote")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _UNBOUNDED = 10_000
 
@@ -40,6 +42,20 @@ def info(as_json: Json = False) -> None:
         typer.echo(f"{state.quarantined} damaged entries put aside; `flexops cache clear` removes them")
     if state.problem:
         typer.echo(f"not used: {state.problem}")
+
+
+@app.command()
+def stats(as_json: Json = False, prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format.")] = False) -> None:
+    """What cold starts got from where, of every process that used this cache: hits, misses, bytes and seconds. Warm starts write nothing down."""
+    totals = counters.of_cache(_cache().root)
+    if as_json:
+        typer.echo(json.dumps(totals, indent=1))
+    elif prometheus:
+        typer.echo(counters.prometheus(totals), nl=False)
+    else:
+        for tier in counters.WRITTEN:
+            row = totals[tier]
+            typer.echo(f"{tier:<10} {row['hits']:>7.0f} hits {row['misses']:>7.0f} misses {_size(row['bytes']):>10} {row['seconds']:>9.1f} s")
 
 
 @app.command("list")

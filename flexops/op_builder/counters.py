@@ -18,7 +18,8 @@ Tier = Literal["installed", "cache", "remote", "ranks", "compiler", "published"]
 TIERS: tuple[Tier, ...] = ("installed", "cache", "remote", "ranks", "compiler", "published")
 FIELDS = ("hits", "misses", "bytes", "seconds")
 _MOST_BYTES = 4 << 20
-_KEPT_ELSEWHERE = ("installed", "cache")
+WRITTEN: tuple[Tier, ...] = ("remote", "ranks", "compiler", "published")
+"""Those that are no warm start."""
 
 Totals = dict[str, dict[str, float]]
 
@@ -37,13 +38,17 @@ def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 
     event = {"tier": tier, "hit": hit, "bytes": size, "seconds": round(seconds, 4)}
     with _lock:
         _add(_totals, event)
-    if tier not in _KEPT_ELSEWHERE:
+    if tier in WRITTEN:
         with contextlib.suppress(OSError):
             _append(root / ".stats.jsonl", json.dumps(event))
 
 
-def of_process() -> Totals:
-    """The counters of this process."""
+def cache_stats() -> Totals:
+    """What this process got from where: for each tier of the cache ``hits``, ``misses``, ``bytes`` and ``seconds``.
+
+    The tiers are in the order in which they are asked: ``installed``, ``cache``, ``remote``, ``ranks`` (another process of the job), ``compiler``; what
+    was put into the remote cache is ``published``.
+    """
     with _lock:
         return {tier: dict(row) for tier, row in _totals.items()}
 

@@ -131,6 +131,10 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     if verbose:
         chosen = replace(chosen, log="debug")
     entry = obtain(request, replace(chosen, pch="1") if precompile else chosen)
+    if chosen.record:
+        from . import record
+
+        record.extension(entry.manifest)
     path = _installed(entry, Path(*absolute([build_directory])), shared=chosen.cache_shared) if build_directory else entry.library
     if request.is_standalone:
         return str(path)

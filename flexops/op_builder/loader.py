@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from .. import _fork, settings, toolchain
 from ..errors import FlexopsError, NativeUnavailableError
 from ..toolchain.capabilities import local_capabilities
-from . import cache_key, catalog, layout
+from . import cache_key, catalog, counters, layout
 from .cache import BuildCache, Entry, read_entry
 from .entry import cannot_run
 from .manifest import Refusal, judge
@@ -58,6 +58,7 @@ class OpStatus:
 
 
 _lock = _fork.Lock()
+_INSTALLED, _CACHED = "compiled at install", "found in the cache"
 _statuses: dict[tuple[str, str], OpStatus] = {}
 _declined: dict[tuple[str, str, str], OpStatus] = {}
 
@@ -140,6 +141,12 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
             if refusal := _open(entry, spec):
                 refusals.append(refusal)
                 continue
+            tier: counters.Tier = "installed" if backend == "aot" else "cache"
+            counters.count(tier, settings.current().cache_dir, hit=reason in (_INSTALLED, _CACHED), size=entry.manifest.size)
+            if settings.current().record and backend != "aot":
+                from . import record
+
+                record.library(spec.name, device)
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Refusal(str(error), "flexops doctor"))
@@ -156,14 +163,14 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
         return
     entry, refusal = _ahead_of_time(spec, device, torch)
     if entry:
-        yield entry, "aot", "compiled at install"
+        yield entry, "aot", _INSTALLED
     refusals.append(refusal or Refusal("no ahead-of-time library"))
     cache = open_cache(chosen)
     if problem := cache.problem():
         refusals.append(Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>"))
     else:
         for entry in _intact(cache, _fitting(spec, device, torch, cache, refusals), refusals):
-            yield entry, "jit", "found in the cache"
+            yield entry, "jit", _CACHED
         for entry in _intact(cache, _remote(spec, device, torch, cache, refusals), refusals):
             yield entry, "jit", "found in the remote cache"
     if chosen.jit:
@@ -233,7 +240,8 @@ def _compiled(
     except FlexopsError as error:
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
         return
-    yield entry, "jit", "made by another process" if result.cached else f"compiled in {result.seconds:.1f} s"
+    trouble = f"; remote cache {cache.remote.name}: {cache.remote.problem}" if cache.remote and cache.remote.problem else ""
+    yield entry, "jit", "made by another process" if result.cached else f"compiled in {result.seconds:.1f} s{trouble}"
 
 
 def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | None) -> None:
@@ -330,5 +338,6 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
             return None
         except FlexopsError as error:
             why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
-    refusal = provider.incomplete(entry.library, spec, capabilities)
+    # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its launch, if it is launched.
+    refusal = provider.incomplete(entry.library, spec, capabilities, some=settings.current().fallback == "forbid")
     return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix) if refusal else None

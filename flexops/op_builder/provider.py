@@ -17,7 +17,7 @@ from .. import _fork, settings, toolchain
 from ..compute_capability import Architecture, ComputeCapability
 from ..errors import CompileError, FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
-from . import device_code, layout, loader
+from . import counters, device_code, layout, loader, record
 from .cache import Entry, read_entry
 from .manifest import Refusal
 from .spec import OpSpec
@@ -124,14 +124,15 @@ def attach(library: Path, spec: OpSpec) -> None:
     ctypes.CDLL(str(library)).flexops_set_provider(callback)
 
 
-def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...]) -> Refusal | None:
-    """None if every kernel of a library is compiled already for every GPU here; else how many are not."""
+def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], *, some: bool = False) -> Refusal | None:
+    """None if every kernel of a library (``some``: at least one) is compiled already for every GPU here; else how many are not."""
     names = device_code.names_in(library)
     for capability in capabilities:
         wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
         architectures = [*machine_code(capability), *ptx(capability)]
         kernels = [FamilyKernel(spec, name) for name in wanted]
-        lacking = sum(not (next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)
+        there = (bool(next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)
+        lacking = len(kernels) * (not any(there)) if some else sum(not one for one in there)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
             return Refusal(f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
@@ -161,7 +162,10 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
     refusals: list[Refusal] = []
     for entry in _entries(kernel, capability, refusals):
         try:
-            return driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
+            loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
+            if settings.current().record:
+                record.kernel(kernel, capability)
+            return loaded
         except (OSError, RuntimeError) as error:
             refusals.append(Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
@@ -173,7 +177,11 @@ def _entries(
     kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
 ) -> Iterator[Entry]:
     """Code to try, best first; what is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first, comes last."""
-    yield from _ready(kernel, machine_code(capability), refusals)
+    for entry in _ready(kernel, machine_code(capability), refusals):
+        installed = entry.directory.is_relative_to(kernel.spec.project.aot)
+        counters.count("installed" if installed else "cache", settings.current().cache_dir, hit=True, size=entry.manifest.size)
+        yield entry
+    counters.count("cache", settings.current().cache_dir, hit=False)
     if settings.current().jit:
         yield from _compiled(kernel, capability, refusals)
     elif fetched := _fetched(kernel, capability):

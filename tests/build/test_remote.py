@@ -292,7 +292,7 @@ from flexops.op_builder.cache import BuildCache
 plan = tiny_plan(Path({sources!r}), compiler={compiler!r})
 cache = BuildCache(Path({caches!r}) / str(dist.get_rank()))
 assert answer(builder.obtain([plan], cache)[0].require().library) == 42
-made = counters.of_process()
+made = counters.cache_stats()
 Path({caches!r}, f"said-{{dist.get_rank()}}").write_text(f"{{made['compiler']['hits']}} {{made['ranks']['hits']}}")
 dist.barrier()
 dist.destroy_process_group()
@@ -380,7 +380,7 @@ x, cos, sin = torch.randn(2, 5, 4, 8), torch.randn(5, 4), torch.randn(5, 4)
 got = flexops.rotary_embedding(x, x, cos, sin)[0]
 loader.ensure("rope", "cpu")
 status = next(one for one in flexops.status() if (one.op, one.device) == ("rope", "cpu"))
-print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": float(got.sum().isfinite()), "counters": counters.of_process(),
+print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": float(got.sum().isfinite()), "counters": counters.cache_stats(),
     "clients": [name for name in ("obstore", "oras", "requests") if name in sys.modules]}))
 """
 

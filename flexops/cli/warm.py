@@ -1,0 +1,39 @@
+"""``flexops warm``: what a run has recorded, compiled before the next one starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import settings
+from ..op_builder import progress, record
+from ..op_builder import warm as warming
+
+
+def warm(
+    records: Annotated[list[Path], typer.Option("--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times.")],
+    arch: Annotated[str | None, typer.Option(help='Make kernels for these GPU architectures, such as "8.0;9.0"; by default, of the GPUs of that run.')] = None,
+    archive: Annotated[Path | None, typer.Option(help="Also write it all to this archive, for `flexops cache import`.")] = None,
+    to_remote: Annotated[bool, typer.Option("--remote", help="Also put it all into FLEXOPS_CACHE_REMOTE.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
+    chosen, wanted = settings.current(), record.read(records)
+    with progress.shown("what was recorded", "quiet" if as_json else chosen.log) as report:
+        made = warming.make(wanted, chosen, arch_list=arch, progress=report)
+    if as_json:
+        typer.echo(json.dumps([{"name": one.name, "cached": one.cached, "error": str(one.error) if one.error else None} for one in made], indent=1))
+    else:
+        for one in made:
+            typer.echo(f"{one.name}: {f'FAILED {one.error}' if one.error else 'was there' if one.cached else 'made'}")
+    if archive:
+        count = warming.archive(made, chosen, archive)
+        typer.echo(f"{count} entries -> {archive}", err=as_json)
+    if to_remote:
+        count = warming.publish(made, chosen)
+        typer.echo(f"{count} entries in the remote cache", err=as_json)
+    if failed := [one.error for one in made if one.error]:
+        raise typer.Exit(failed[0].exit_code)
