@@ -24,7 +24,7 @@ from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
-DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "bench/data/*"]}
+DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*"]}
 
 
 def source_packages() -> list[str]:

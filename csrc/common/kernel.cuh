@@ -1,8 +1,7 @@
 // What device code in a string finds without including anything (flexops.kernel): integers of fixed width, and bfloat16 and float16 that
 // become a float, and are made of one, by themselves. No header of CUDA's is needed.
 //
-//   template <typename T>
-//   __global__ void scale(const T* x, T* out, float factor, int64_t n) { ...  out[i] = x[i] * factor; }
+//   out[i] = x[i] * factor;   // bfloat16: widened to float, multiplied, rounded
 #pragma once
 
 #include "common/dtypes.cuh"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, patch, target, warm
+from . import bench, build, cache, channel, doctor, image, inspect, patch, target, warm, watch
 
 app = typer.Typer(
     name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -17,6 +17,8 @@ app.command("build")(build.build)
 app.command("warm")(warm.warm)
 app.command("doctor")(doctor.doctor)
 app.command("patch")(patch.patch)
+app.command("inspect")(inspect.inspect)
+app.command("watch", context_settings={"allow_interspersed_args": False})(watch.watch)
 app.add_typer(cache.app, name="cache")
 app.add_typer(target.app, name="target")
 app.add_typer(channel.app, name="channel")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
-from .. import targets
+from .. import settings, targets
+from ..inspection import baseline, proving
+from ..op_builder import progress
 from ..targets import locks, text
 from ..targets import render as rendering
 
@@ -53,3 +56,40 @@ def lock(
     root = rendering.checkout()
     for target in locks.choose(targets.load(), toolkits or ()):
         typer.echo(str(locks.write(target, root).relative_to(root)))
+
+
+@app.command()
+def prove(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Rows whose compiler and GPUs to take; else every NVRTC here, for four.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", help="A family or operator (repeatable); all if none is named.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One architecture for each NVRTC here.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Write what was measured into the baseline.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a report in Markdown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels as rows of the matrix do, and hold registers, spills and shared memory against the baseline; exit 1 if any is worse.
+
+    Needs no GPU.
+    """
+    path = rendering.checkout() / "docs" / "kernel-resources.json"
+    known = baseline.read(path) if path.exists() or not update else {}
+    chosen = settings.current()
+    with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
+        measured, changes = proving.prove(ids or (), op or (), known, chosen, quick=quick, progress=report)
+    if update:
+        baseline.write(path, known, measured)
+    if as_json:
+        kernels, differences = [one.as_dict() for one in measured], [{**change._asdict(), "worse": change.worse} for change in changes]
+        typer.echo(json.dumps({"kernels": kernels, "changes": differences}, indent=1))
+    elif as_markdown:
+        typer.echo(proving.report(measured), nl=False)
+    else:
+        new = sum(not change.was for change in changes)
+        for change in changes:
+            if change.was:
+                typer.echo(str(change))
+        worse = sum(change.worse for change in changes)
+        typer.echo(f"{len(measured)} kernels: {worse} worse than the baseline, {new} that it does not know, {len(changes) - worse - new} others changed")
+    if any(change.worse for change in changes) and not update:
+        typer.echo("fix: mend the kernels; or, if it is meant: flexops target prove --update", err=True)
+        raise typer.Exit(1)

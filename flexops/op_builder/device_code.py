@@ -412,7 +412,7 @@ def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Work
         kernel=plan.expression,
         symbol=symbol,
         compiler=str(plan.compiler),
-        resources=resources_in(log),
+        resources=resources_in(log, symbol),
     )
     return cache.store(directory, manifest)
 
@@ -420,7 +420,7 @@ def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: _Work
 # ---- compilers -----------------------------------------------------------------------------------------------------------------------------
 
 # 177: declared and not used, in instantiations that need it not. -v: what resources_in() reads.
-_OPTIONS = ("--std=c++17", "-diag-suppress=177", "--ptxas-options=-v")
+_OPTIONS = ("--ptxas-options=-v", "--std=c++17", "-diag-suppress=177")
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
     "stack": r"(\d+) bytes stack frame",
@@ -432,11 +432,12 @@ _RESOURCES = {
 """What ptxas tells of a kernel: registers of a thread; bytes of its stack and of what it spills there; bytes of a block's static shared memory."""
 
 
-def resources_in(log: str) -> dict[str, int]:
-    """What one kernel takes, from what ptxas said; empty for PTX, of which it says nothing."""
-    if "ptxas info" not in log:
+def resources_in(log: str, symbol: str) -> dict[str, int]:
+    """What a kernel takes, from what ptxas said of it and of the others in its source; empty for PTX, of which ptxas says nothing."""
+    _, there, own = log.partition(f"Compiling entry function '{symbol}'")
+    if not there:
         return {}
-    _, _, own = log.rpartition("Compiling entry function")
+    own = own.partition("Compiling entry function")[0]
     return {name: int(found[1]) if (found := re.search(pattern, own)) else 0 for name, pattern in _RESOURCES.items()}
 
 

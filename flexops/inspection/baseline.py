@@ -1,0 +1,96 @@
+"""Resources of flexops' own kernels as they are committed, and what is worse than that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import _json
+from ..errors import FlexopsError
+from .measuring import Measured
+
+NAMES = ("registers", "stack", "spill_stores", "spill_loads", "shared")
+_WITHIN_REGISTERS = 8
+"""ptxas gives registers out by eight: fewer than that more are noise of its allocator."""
+
+Baseline = dict[str, dict[str, list[int]]]
+"""``<compiler> <architecture>`` -> kernel -> numbers in the order of ``NAMES``."""
+
+
+class Change(NamedTuple):
+    """A kernel whose resources are not the baseline's; ``was`` is empty for a new one, ``now`` for one that is gone."""
+
+    where: str
+    kernel: str
+    was: tuple[int, ...]
+    now: tuple[int, ...]
+
+    @property
+    def worse(self) -> bool:
+        """Spills or stack where there were fewer, eight registers more, or more shared memory."""
+        if not self.was or not self.now:
+            return False
+        return self.now[0] >= self.was[0] + _WITHIN_REGISTERS or any(now > was for was, now in zip(self.was[1:], self.now[1:], strict=True))
+
+    def __str__(self) -> str:
+        if not self.was:
+            return f"{self.where}  {self.kernel}: new"
+        if not self.now:
+            return f"{self.where}  {self.kernel}: gone"
+        parts = [f"{name} {was} -> {now}" for name, was, now in zip(NAMES, self.was, self.now, strict=True) if was != now]
+        return f"{self.where}  {self.kernel}: {', '.join(parts)}{'  WORSE' if self.worse else ''}"
+
+
+def numbers(one: Measured) -> tuple[int, ...]:
+    return tuple(one.resources.get(name, 0) for name in NAMES)
+
+
+def of(measured: Iterable[Measured]) -> Baseline:
+    found: Baseline = {}
+    for one in measured:
+        found.setdefault(where(one), {})[one.kernel] = list(numbers(one))
+    return found
+
+
+def where(one: Measured) -> str:
+    return f"{one.compiler} {one.architecture.capability.sm}"
+
+
+def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
+    """What differs, of those places and kernels that both know; kernels of a measured family that the baseline has and nobody compiles any more are gone."""
+    changes = []
+    for one in measured:
+        was = known.get(where(one), {}).get(one.kernel)
+        if was is None or tuple(was) != numbers(one):
+            changes.append(Change(where(one), one.kernel, tuple(was or ()), numbers(one)))
+    now = {(where(one), one.kernel) for one in measured}
+    spaces = {one.kernel.partition("<")[0].rpartition("::")[0] for one in measured}
+    for place in {where(one) for one in measured}:
+        gone = (name for name in known.get(place, {}) if (place, name) not in now and name.partition("<")[0].rpartition("::")[0] in spaces)
+        changes += [Change(place, name, tuple(known[place][name]), ()) for name in gone]
+    return changes
+
+
+def read(path: Path) -> Baseline:
+    try:
+        found: Baseline = _json.load(path)
+    except (OSError, ValueError) as error:
+        raise FlexopsError("the baseline cannot be read", found=f"{path}: {error}", required="a checkout", fix="flexops target prove --update") from error
+    return found
+
+
+def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
+    """The baseline with what was measured in the place of what it had, a kernel a line, so that a diff can be read."""
+    renewed = {place: dict(kernels) for place, kernels in known.items()}
+    for change in compare(known, measured):
+        if not change.now:
+            del renewed[change.where][change.kernel]
+    for place, kernels in of(measured).items():
+        renewed.setdefault(place, {}).update(kernels)
+    places = []
+    for place, kernels in sorted(renewed.items()):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in sorted(kernels.items()))
+        places.append(f" {json.dumps(place)}: {{\n{lines}\n }}")
+    path.write_text("{\n" + ",\n".join(places) + "\n}\n", encoding="utf-8")

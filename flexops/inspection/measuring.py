@@ -1,0 +1,115 @@
+"""A family's kernels compiled, with what ptxas told of each."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from .. import toolchain
+from ..compute_capability import Architecture
+from ..errors import FlexopsError
+from ..op_builder import builder, device_code, layout, loader
+from ..op_builder.plan import plan_op
+from ..op_builder.spec import OpSpec
+from ..settings import Settings
+from ..toolchain.nvrtc import DeviceCompiler
+from . import cubin
+from .occupancy import occupancy
+
+Progress = Callable[[int, int, str], None]
+
+
+class Measured(NamedTuple):
+    """One kernel for one architecture.
+
+    Attributes:
+        resources: registers of a thread; bytes of stack, spill stores and loads; bytes of static shared memory; barriers.
+        threads: the most of a block that its launch bounds allow; 0 if it has none.
+        code: the cubin.
+    """
+
+    family: str
+    kernel: str
+    architecture: Architecture
+    compiler: str
+    resources: dict[str, int]
+    threads: int
+    code: Path
+
+    @property
+    def occupancy(self) -> float | None:
+        """Of a block with as many threads as its launch bounds allow, without dynamic shared memory."""
+        return occupancy(self.architecture.capability, self.resources.get("registers", 0), self.resources.get("shared", 0), self.threads)
+
+    def as_dict(self) -> dict[str, object]:
+        size = self.code.stat().st_size
+        return {
+            "family": self.family, "kernel": self.kernel, "architecture": str(self.architecture), "compiler": self.compiler, **self.resources,
+            "threads": self.threads, "occupancy": self.occupancy, "bytes": size, "code": str(self.code),
+        }  # fmt: skip
+
+
+def measure(
+    specs: Sequence[OpSpec], architectures: Sequence[Architecture], compiler: DeviceCompiler, chosen: Settings, *,
+    csrc: Path | None = None, kernel: str = "", progress: Progress | None = None,
+) -> list[Measured]:  # fmt: skip
+    """Compile the kernels of families, as their libraries name them, and tell what each takes; what was compiled before is not again.
+
+    Args:
+        csrc: flexops' sources, if they are not those of this package.
+        kernel: only those whose name has this in it.
+
+    Raises:
+        CompileError: a library or a kernel does not compile.
+    """
+    csrc = csrc or layout.csrc_root()
+    cache, tools, resources = loader.open_cache(chosen), toolchain.discover(chosen, device="cpu"), toolchain.resources.detect()
+    specs = [_read_from(spec, csrc) for spec in specs if "cuda" in spec.devices]
+    libraries = builder.obtain([plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs) for spec in specs], cache)
+    plans = [
+        (spec.name, name, device_code.plan_kernel(spec.name, spec.cuda_sources, name, fit, compiler, csrc, roots=spec.project.roots(csrc)))
+        for spec, library in zip(specs, libraries, strict=True)
+        for name in device_code.names_in(library.require().library)
+        if kernel in name
+        for one in architectures
+        if (fit := device_code.fitted(name, one._replace(ptx=False)))
+    ]
+    jobs = device_code.choose_jobs(resources, chosen.max_jobs)
+    results = device_code.obtain([plan for _, _, plan in plans], cache, jobs=jobs, time_limit=chosen.compile_timeout, progress=progress)
+    measured = []
+    for (family, name, plan), result in zip(plans, results, strict=True):
+        entry = result.require()
+        threads = cubin.most_threads(entry.library.read_bytes(), entry.manifest.symbol)
+        measured.append(Measured(family, name, plan.architecture, str(compiler), entry.manifest.resources, threads, entry.library))
+    return measured
+
+
+@contextmanager
+def sources_of(revision: str) -> Iterator[Path]:
+    """flexops' ``csrc`` as it was in a commit.
+
+    Raises:
+        FlexopsError: this is no checkout, or there is no such commit.
+    """
+    root = layout.csrc_root()
+    done = subprocess.run(["git", "-C", str(root), "archive", revision, "."], capture_output=True, check=False, timeout=120)
+    if done.returncode:
+        raise FlexopsError(f"the sources of {revision} cannot be had", found=done.stderr.decode(errors="replace").strip(), required="a commit of this checkout")
+    with TemporaryDirectory(prefix="flexops-inspect-") as folder, tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
+        yield Path(folder)
+
+
+def _read_from(spec: OpSpec, csrc: Path) -> OpSpec:
+    """The spec with the files that its folder has in these sources."""
+    if csrc == layout.csrc_root() or not spec.project.own:
+        return spec
+    folder = csrc / spec.family
+    return replace(spec, files=tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ())

@@ -1,0 +1,79 @@
+"""Which compilers and architectures stand for which rows of the matrix, and the report of what was measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from .. import targets
+from ..compute_capability import parse_arch_list
+from ..errors import TargetError
+from ..op_builder import catalog
+from ..settings import Settings
+from ..toolchain import discovery, nvrtc
+from ..toolchain.nvrtc import DeviceCompiler
+from .baseline import Baseline, Change, compare
+from .measuring import Measured, Progress, measure
+
+ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0")
+QUICK = ("9.0",)
+_RULE = "| --- | --- | --- | --- | --- | --- | --- |"
+
+
+def places(ids: Sequence[str], chosen: Settings, *, quick: bool = False) -> Iterator[tuple[DeviceCompiler, list[str]]]:
+    """Each NVRTC that is here with the architectures to compile for: those of the rows that are named, or ``ARCHITECTURES``.
+
+    Raises:
+        TargetError: a row is named whose NVRTC is not here.
+    """
+    here: dict[str, DeviceCompiler] = {}
+    for one in nvrtc.find(discovery.search_context(chosen)).usable:
+        here.setdefault(one.value.version.major_minor, one.value)
+    if not ids:
+        for version in sorted(here, reverse=True):
+            yield here[version], list(QUICK if quick else ARCHITECTURES)
+        return
+    wanted: dict[str, list[str]] = defaultdict(list)
+    for name in ids:
+        row = targets.load().find(name)
+        version = row.toolkit.rpartition(".")[0] if row.accelerator == "cuda" else ""
+        if version not in here:
+            found = f"NVRTC {', '.join(sorted(here)) or 'of no version'}"
+            raise TargetError(f"the kernels of {name} cannot be compiled here", found=found, required=f"NVRTC {version}", fix=f"flexops target show {name}")
+        wanted[version] += [one for one in row.capabilities if one not in wanted[version]]
+    for version, architectures in wanted.items():
+        yield here[version], architectures
+
+
+def prove(
+    ids: Sequence[str], families: Sequence[str], known: Baseline, chosen: Settings, *, quick: bool = False, progress: Progress | None = None
+) -> tuple[list[Measured], list[Change]]:
+    """Compile flexops' own kernels by the NVRTCs that ``places`` gives; what each takes, and how that differs from the baseline."""
+    specs = [spec for spec in catalog.select(tuple(families)) if spec.project.own]
+    measured: list[Measured] = []
+    for compiler, architectures in places(ids, chosen, quick=quick):
+        measured += measure(specs, parse_arch_list(";".join(architectures)), compiler, chosen, progress=progress)
+    return measured, compare(known, measured)
+
+
+def report(measured: Sequence[Measured]) -> str:
+    """Markdown: for each family, compiler and architecture how many kernels, the most registers, and every kernel that spills or has a stack."""
+    groups: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
+    for one in measured:
+        groups[one.family, one.compiler, one.architecture.capability.base.sm].append(one)
+    lines = ["| family | compiler | for | kernels | registers: least, median, most | with a stack or spills | KiB of machine code |", _RULE]
+    for (family, compiler, architecture), kernels in sorted(groups.items()):
+        registers = sorted(one.resources.get("registers", 0) for one in kernels)
+        spilling = sum(bool(one.resources.get("stack") or one.resources.get("spill_stores")) for one in kernels)
+        size = sum(one.code.stat().st_size for one in kernels) / 1024
+        middle = registers[len(registers) // 2]
+        lines.append(f"| {family} | {compiler} | {architecture} | {len(kernels)} | {registers[0]}, {middle}, {registers[-1]} | {spilling or ''} | {size:.0f} |")
+    odd = sorted({(one.kernel, one.compiler, one.architecture.capability.sm, *_spills(one)) for one in measured if any(_spills(one))})
+    if odd:
+        lines += ["", "| kernel | compiler | for | bytes of stack | spilled: stores, loads |", "| --- | --- | --- | --- | --- |"]
+        lines += [f"| `{kernel}` | {compiler} | {sm} | {stack} | {stores}, {loads} |" for kernel, compiler, sm, stack, stores, loads in odd]
+    return "\n".join(lines) + "\n"
+
+
+def _spills(one: Measured) -> tuple[int, int, int]:
+    return tuple(one.resources.get(name, 0) for name in ("stack", "spill_stores", "spill_loads"))  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Waits for one command with torch imported already, and becomes it. Run as a script, by ``flexops watch``; so nothing here may be imported relatively.
+
+    python watching_child.py        reads one line from standard input: ["pytest", "-k", "scale"]
+
+Each run has a process of its own, started while the last one's result is being read: nothing is left of a run in the next.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+
+
+def main() -> None:
+    sys.path[0] = ""  # as for `python -m`, and not this folder, whose modules have names of others
+    for name in ("torch", "flexops", "pytest"):  # what takes long; flexops registers its operators, and touches no GPU
+        with contextlib.suppress(Exception):  # the command itself will say so, if it needs it
+            __import__(name)
+    line = sys.stdin.readline()
+    if not line:
+        return
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    command: list[str] = json.loads(line)
+    sys.argv = command
+    sys.path[0] = os.getcwd()
+    program, rest = os.path.basename(command[0]), command[1:]
+    if program in ("pytest", "py.test"):
+        import pytest
+
+        sys.exit(pytest.main(rest))
+    if rest[:1] == ["-m"]:
+        sys.argv = rest[1:]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    elif rest:
+        sys.argv, sys.path[0] = rest, os.path.dirname(os.path.abspath(rest[0]))
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

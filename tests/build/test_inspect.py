@@ -1,0 +1,92 @@
+"""``flexops inspect`` and ``flexops target prove``, on kernels that are compiled here. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flexops.cli._app import app
+from flexops.inspection import mix
+from flexops.op_builder import layout
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_resources_of_a_family() -> None:
+    found = json.loads(run("inspect", "lion", "--arch", "8.0;9.0", "--json"))
+    assert {one["architecture"] for one in found} == {"8.0", "9.0"}
+    assert all(one["registers"] > 0 and one["bytes"] > 1000 and 0 < one["occupancy"] <= 1 for one in found)
+    table = run("inspect", "lion", "--arch", "8.0;9.0")
+    assert all(one["kernel"] in table for one in found)
+
+
+def test_code_and_instructions_of_one_kernel() -> None:
+    name = json.loads(run("inspect", "lion", "--arch", "9.0", "--json"))[0]["kernel"]
+    assert ".entry" in run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--ptx")
+    text = run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--mix")
+    assert "global memory" in text
+    done = CliRunner().invoke(app, ["inspect", "lion", "--arch", "9.0", "--kernel", name, "--sass"])
+    if mix.find_tool("nvdisasm") or mix.find_tool("cuobjdump"):
+        assert "EXIT" in done.output
+    else:
+        assert "pip install nvidia-cuda-cuobjdump" in str(done.exception)
+    done = CliRunner().invoke(app, ["inspect", "lion", "--kernel", "nothing_of_that_name"])
+    assert "no kernel with 'nothing_of_that_name' in its name" in str(done.exception)
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own with lion's kernels, committed."""
+    csrc = tmp_path / "checkout" / "csrc"
+    for name in ("common", "lion"):
+        shutil.copytree(REPOSITORY / "csrc" / name, csrc / name)
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "as it was"]):
+        subprocess.run(["git", "-C", str(csrc.parent), *command], check=True)
+    monkeypatch.setattr(layout, "csrc_root", lambda: csrc)
+    return csrc
+
+
+def test_what_an_edit_changed(edited: Path) -> None:
+    assert "0 with other resources, 0 with the same resources and other code" in run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD")
+    header = edited / "lion" / "lion.cuh"
+    text, run_it = header.read_text(), "  multi::run(launch);\n"
+    assert run_it in text
+    ballast = "  __shared__ float ballast[256];\n  ballast[threadIdx.x % 256] = blockIdx.x;\n  __syncthreads();\n"
+    ballast += "  if (ballast[(threadIdx.x + 1) % 256] < 0) return;\n"
+    header.write_text(text.replace(run_it, ballast + run_it))
+    changes: list[dict[str, Any]] = json.loads(run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD", "--json"))
+    assert changes
+    assert all(change["worse"] for change in changes)
+    assert " -> 1024" in run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD")
+    done = CliRunner().invoke(app, ["inspect", "lion", "--diff", "no-such-commit"])
+    assert "the sources of no-such-commit cannot be had" in str(done.exception)
+
+
+def test_no_kernel_takes_more_than_the_baseline_says() -> None:
+    """The quick form, of the families that compile fastest; a worse one is mended, or taken by `flexops target prove --update`."""
+    done = CliRunner().invoke(app, ["target", "prove", "--quick", *(part for name in ("lion", "adam", "rope", "fp8") for part in ("--op", name))])
+    assert done.exit_code == 0, done.output
+    assert " 0 worse than the baseline" in done.output
+
+
+def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_refused(require: Any) -> None:
+    done = CliRunner().invoke(app, ["target", "prove", "cu121-sm89", "cu130-sm90", "--op", "lion", "--json"])
+    require(done.exit_code in (0, 1), "NVRTC 12.1 and 13.0", "run scripts/run_tests.sh, which installs them")
+    places = {(one["compiler"], one["architecture"]) for one in json.loads(done.stdout)["kernels"]}
+    assert places == {("NVRTC 12.1", "8.9"), ("NVRTC 13.0", "9.0")}
+    done = CliRunner().invoke(app, ["target", "prove", "cu128-sm90"])
+    assert "the kernels of cu128-sm90 cannot be compiled here" in str(done.exception)
