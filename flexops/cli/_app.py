@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, inspect, patch, target, warm, watch
+from . import bench, build, cache, channel, doctor, image, inspect, patch, profile, target, warm, watch
 
 app = typer.Typer(
     name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -18,6 +18,8 @@ app.command("warm")(warm.warm)
 app.command("doctor")(doctor.doctor)
 app.command("patch")(patch.patch)
 app.command("inspect")(inspect.inspect)
+app.command("profile")(profile.profile)
+app.command("sanitize", context_settings={"allow_interspersed_args": False})(profile.sanitize)
 app.command("watch", context_settings={"allow_interspersed_args": False})(watch.watch)
 app.add_typer(cache.app, name="cache")
 app.add_typer(target.app, name="target")

@@ -181,3 +181,26 @@ def _read_run(file: Path, names: tuple[str, ...]) -> _Run:
 def _show_ops(run: _Run, console: Console) -> None:
     for line in (ops_text.title(run.results, run.device), "", *ops_text.lines(run.results), str(run.machine)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("run")
+def run_own(
+    places: Annotated[list[str], typer.Argument(metavar="FILE...", help="Python files, or modules, with a function cases(setup).")],
+    text: Annotated[str, typer.Option("--case", help="Only cases whose name has this in it.")] = "",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Cases of your own: contenders in turns, as a fraction of the copy bandwidth, or of a matrix product, of the same run."""
+    from ..bench import ops as bench_ops
+    from ..bench import own  # torch is imported only when it is needed
+    from ..bench.cases import Setup
+
+    where = device or bench_ops.default_device()
+    with Console(stderr=True).status("flexops: starting") as status:
+        timings = own.run(places, Setup(where), text=text, report=status.update)
+    if as_json:
+        typer.echo(json.dumps(own.as_dicts(timings), indent=1))
+        return
+    for line in own.lines(timings):
+        typer.echo(line)
+    typer.echo(f"on {bench_ops.device_name(where)}")

@@ -16,7 +16,7 @@ _WITHIN_REGISTERS = 8
 """ptxas gives registers out by eight: fewer than that more are noise of its allocator."""
 
 Baseline = dict[str, dict[str, list[int]]]
-"""``<compiler> <architecture>`` -> kernel -> numbers in the order of ``NAMES``."""
+"""``<compiler> <architecture>`` -> ``<family> <kernel>`` -> numbers in the order of ``NAMES``."""
 
 
 class Change(NamedTuple):
@@ -50,8 +50,12 @@ def numbers(one: Measured) -> tuple[int, ...]:
 def of(measured: Iterable[Measured]) -> Baseline:
     found: Baseline = {}
     for one in measured:
-        found.setdefault(where(one), {})[one.kernel] = list(numbers(one))
+        found.setdefault(where(one), {})[_key(one)] = list(numbers(one))
     return found
+
+
+def _key(one: Measured) -> str:
+    return f"{one.family} {one.kernel}"
 
 
 def where(one: Measured) -> str:
@@ -59,17 +63,17 @@ def where(one: Measured) -> str:
 
 
 def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
-    """What differs, of those places and kernels that both know; kernels of a measured family that the baseline has and nobody compiles any more are gone."""
+    """What differs, at the places and in the families that were measured: kernels with other numbers, new ones, and those that nobody compiles any more."""
     changes = []
     for one in measured:
-        was = known.get(where(one), {}).get(one.kernel)
-        if was is None or tuple(was) != numbers(one):
-            changes.append(Change(where(one), one.kernel, tuple(was or ()), numbers(one)))
-    now = {(where(one), one.kernel) for one in measured}
-    spaces = {one.kernel.partition("<")[0].rpartition("::")[0] for one in measured}
-    for place in {where(one) for one in measured}:
-        gone = (name for name in known.get(place, {}) if (place, name) not in now and name.partition("<")[0].rpartition("::")[0] in spaces)
-        changes += [Change(place, name, tuple(known[place][name]), ()) for name in gone]
+        was = tuple(known.get(where(one), {}).get(_key(one), ()))
+        if was != numbers(one):
+            changes.append(Change(where(one), _key(one), was, numbers(one)))
+    now = {(where(one), _key(one)) for one in measured}
+    families = {(where(one), one.family) for one in measured}
+    for place, kernels in known.items():
+        gone = (key for key in kernels if (place, key) not in now and (place, key.partition(" ")[0]) in families)
+        changes += [Change(place, key, tuple(kernels[key]), ()) for key in gone]
     return changes
 
 

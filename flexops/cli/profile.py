@@ -1,0 +1,104 @@
+"""``flexops profile`` and ``flexops sanitize``: NVIDIA's tools, or torch's profiler, over cases that are there already."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench import profiling
+from ..errors import FlexopsError, ToolchainError
+from ..inspection import mix
+from ..op_builder import catalog
+
+
+class Tool(str, Enum):
+    """compute-sanitizer's tools."""
+
+    memcheck = "memcheck"
+    racecheck = "racecheck"
+    synccheck = "synccheck"
+    initcheck = "initcheck"
+
+
+class By(str, Enum):
+    """What profiles."""
+
+    ncu = "ncu"
+    torch = "torch"
+
+
+def profile(
+    op: Annotated[str, typer.Argument(help="An operator or family of flexops, or a file or module with cases of your own.")],
+    case: Annotated[str, typer.Option("--case", help="The first case whose name has this in it.")] = "",
+    contender: Annotated[str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")] = "",
+    by: Annotated[By | None, typer.Option(help="By default ncu where it is there, on a GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Each kernel of one call: its time, and how busy memory, processors and warps are."""
+    import torch
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    own = op.endswith(".py") or Path(op).is_file() or "." in op
+    request = {"places": [op] if own else [], "op": "" if own else op, "case": case, "contender": contender, "device": where}
+    ncu = mix.find_tool("ncu")
+    if by is By.ncu and not ncu:
+        raise ToolchainError("there is no ncu here", found="neither on PATH nor in a toolkit", required="Nsight Compute", fix="flexops profile --by torch")
+    use_ncu = by is By.ncu or (by is None and ncu is not None and where == "cuda")
+    rows = profiling.by_ncu(ncu, request) if use_ncu and ncu else profiling.by_torch(request)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    for line in profiling.lines(rows):
+        typer.echo(line)
+    typer.echo(f"by {'ncu' if use_ncu else 'torch.profiler'}")
+
+
+def sanitize(
+    arguments: Annotated[list[str], typer.Argument(metavar="OP [-- COMMAND...]", help="An operator or family; its tests on a GPU, or the command, are run.")],
+    tool: Annotated[Tool, typer.Option(help="What to look for.")] = Tool.memcheck,
+) -> None:
+    """compute-sanitizer over the contract's cases: accesses out of bounds, races, missing barriers, memory that nobody wrote. Needs a GPU."""
+    program = mix.find_tool("compute-sanitizer")
+    if program is None:
+        fix = "install a CUDA toolkit's compute-sanitizer, or pip install nvidia-cuda-sanitizer-api"
+        raise ToolchainError("there is no compute-sanitizer here", found="neither on PATH, in a toolkit nor in a wheel", required="CUDA's", fix=fix)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[split + 1 :] or [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
+    # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into a neighbour.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *command]
+    with subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            typer.echo(line, nl=False)
+    errors = sum(int(match[1]) for line in said if (match := re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", line)))
+    verdict = f"{errors} errors" if errors else "no errors" if process.returncode == 0 else f"the command ended with status {process.returncode}"
+    typer.echo(f"{tool.value}: {verdict}")
+    if process.returncode:
+        raise typer.Exit(1)
+
+
+def tests_of(op: str) -> list[str]:
+    """The tests of an operator's family that run on a GPU, in this checkout.
+
+    Raises:
+        FlexopsError: there are none, so a command has to be named.
+    """
+    (spec,) = catalog.select((op,))[:1]
+    names = (f"ops/test_{spec.family}.py", f"gpu/test_{spec.family}_gpu.py", f"test_{spec.family}.py")
+    found = [str(path) for name in names if (path := Path("tests", name)).is_file()]
+    if not found:
+        fix = f"flexops sanitize {op} -- pytest -k {op}"
+        raise FlexopsError(f"no tests of {op} are here", found=str(Path("tests").absolute()), required="a checkout, or a command", fix=fix)
+    return [*found, "-k", "cuda or gpu"]
