@@ -28,6 +28,7 @@ from ._torch import (
     is_compiling,
     is_grad_enabled,
     is_transforming,
+    register_fake,
 )
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -91,7 +92,7 @@ def define(
     library.define(schema, tags=tags)
     op = getattr(getattr(torch.ops, project.name), name).default
     library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{project.name}::{name}", _checked(refuse, fake), lib=library)
+    register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
     if hidden:
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
