@@ -45,9 +45,10 @@ RUNGS: tuple[Rung, ...] = (
     Rung("torch-all-jobs", "torch", "+ all jobs"),
     Rung("torch-ccache", "torch", "+ ccache hit", quick=False),
     Rung("torch-warm", "torch", "again in a new process (nothing to build)", quick=True),
-    Rung("flexops-all-archs", "flexops", "cold, all architectures"),
-    Rung("flexops-cold", "flexops", "cold, one architecture"),
-    Rung("flexops-ccache", "flexops", "ccache hit, one architecture"),
+    Rung("flexops-all-archs", "flexops", "cold, every kernel, all architectures"),
+    Rung("flexops-cold", "flexops", "cold, every kernel, one architecture"),
+    Rung("flexops-ccache", "flexops", "ccache hit, one architecture (kernels anew)"),
+    Rung("flexops-first-use", "flexops", "library there, one kernel (a first call)"),
     Rung("flexops-warm", "flexops", "warm, in a new process"),
     Rung("flexops-aot", "flexops", "all operators ahead of time, CPU and one architecture"),
     Rung("flexops-import", "flexops", "import flexops, beyond torch"),
@@ -111,6 +112,7 @@ COMPARISONS: tuple[tuple[str, str, str], ...] = (
     ("cold, one architecture: cpp_extension.load / flexops", _FAIR, "flexops-cold"),
     ("cold, all architectures: cpp_extension.load / flexops", "torch-ninja", "flexops-all-archs"),
     ("ccache hit: cpp_extension.load / flexops", "torch-ccache", "flexops-ccache"),
+    ("first call: cpp_extension.load, cold / flexops, library there", _FAIR, "flexops-first-use"),
     ("warm, new process: cpp_extension.load / flexops", "torch-warm", "flexops-warm"),
     ("flexops: all architectures / one", "flexops-all-archs", "flexops-cold"),
 )
@@ -141,19 +143,18 @@ def run(
     Raises:
         FlexopsError: there is no rung of that id, or ``earlier`` was measured on something else.
         ArchitectureError: ``architecture`` is not understood, or several.
-        ToolchainError: there is no torch, host compiler, ninja or CUDA toolkit here.
+        ToolchainError: there is no torch, host compiler or ninja here, or nothing that compiles device code. nvcc is needed for torch's rungs only.
     """
     if unknown := set(only) - {rung.id for rung in RUNGS}:
         raise FlexopsError(f"there is no rung called {', '.join(sorted(unknown))}", required=", ".join(rung.id for rung in RUNGS))
     if len(chosen := parse_arch_list(architecture)) != 1:
         raise ArchitectureError("the rungs with one architecture are for one", found=" ".join(map(str, chosen)), required="such as 9.0")
     tools = toolchain.discover(settings, device="cuda")
-    if error := toolchain.missing(tools, "cuda"):
+    if error := toolchain.missing(tools, "cpu"):
         raise error
-    if tools.cuda is None:
+    if tools.torch and tools.torch.hip:
         raise ToolchainError("the build ladder compares CUDA builds, and torch here is for ROCm")
-    choice = toolchain.resolve_architectures(replace(settings, arch_list=None), tools.cuda, detected=())
-    ladder = Ladder(OP, architecture, tuple(map(str, choice.architectures)), machine.describe(tools), ())
+    ladder = Ladder(OP, architecture, _all_architectures(settings, tools), machine.describe(tools), ())
     known = _known(earlier, ladder, only)
     rungs = [rung for rung in RUNGS if not only or rung.id in only or rung.id in known]
     with tempfile.TemporaryDirectory(prefix="flexops-bench-") as scratch:
@@ -165,6 +166,19 @@ def run(
             if keep:
                 keep(ladder)
     return ladder
+
+
+def _all_architectures(settings: Settings, tools: toolchain.Toolchain) -> tuple[str, ...]:
+    """What both sides can compile for: the mainstream architectures of the nvcc here or, where there is none, of the NVRTC."""
+    if tools.cuda is not None:
+        version = tools.cuda.version
+    else:
+        found = toolchain.device_compiler(settings)
+        if found.taken is None:
+            raise toolchain.diagnosis.no_device_compiler(found, tools.torch)
+        version = found.taken.value.version
+    choice = toolchain.architectures.resolve(None, version, detected=(), known=toolchain.compat.rules())
+    return tuple(map(str, choice.architectures))
 
 
 def _known(earlier: Ladder | None, ladder: Ladder, only: Sequence[str]) -> dict[str, Measurement]:
@@ -183,6 +197,8 @@ def _known(earlier: Ladder | None, ladder: Ladder, only: Sequence[str]) -> dict[
 def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
     if quick and not rung.quick:
         return Measurement(rung, None, "left out by --quick")
+    if rung.side == "torch" and runner.cuda is None:
+        return Measurement(rung, None, "no nvcc here")
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")
     try:

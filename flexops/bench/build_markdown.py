@@ -17,7 +17,7 @@ def tables(ladder: Ladder) -> str:
     if compared := [f"- {name}: {ratio(value)}" for name, slow, fast in COMPARISONS if (value := ladder.ratio(slow, fast))]:
         parts.append("\n".join(compared))
     if families:
-        lines = [f"| family, its CUDA library for {ladder.architecture} from source to loaded | time |", "| --- | ---: |"]
+        lines = [f"| family, its CUDA library and kernels for {ladder.architecture} from source | time |", "| --- | ---: |"]
         parts.append("\n".join([*lines, *(f"| {item.rung.family} | {_time(item)} |" for item in families)]))
     if left_out := [f"- Not measured: {item.rung.label} ({' '.join(item.note.split())})." for item in ladder.measurements if item.seconds is None]:
         parts.append("\n".join(left_out))

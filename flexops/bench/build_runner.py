@@ -28,13 +28,14 @@ class Runner:
     """Runs single rungs in a scratch directory, with one toolchain."""
 
     def __init__(self, tools: Toolchain, scratch: Path, one: str, everything: str) -> None:
-        if tools.cuda is None or tools.host is None or tools.torch is None:
-            raise ToolchainError("the build ladder needs torch, a C++ compiler and a CUDA toolkit", fix="flexops doctor")
+        if tools.host is None or tools.torch is None:
+            raise ToolchainError("the build ladder needs torch and a C++ compiler", fix="flexops doctor")
         self.cuda, self.host, self.ninja, self.launcher = tools.cuda, tools.host, tools.ninja, tools.launcher
         self.scratch = scratch
         self.one, self.all = one, everything
         self.library_dir = scratch / "linker-names"
-        _linker_names(tools.cuda, tools.host, tools.torch, self.library_dir)
+        if tools.cuda is not None:
+            _linker_names(tools.cuda, tools.host, tools.torch, self.library_dir)
         self._runs = 0
 
     def measure(self, rung_id: str) -> float:
@@ -49,6 +50,7 @@ class Runner:
             "flexops-all-archs": lambda: self.flexops(self.all),
             "flexops-cold": lambda: self.flexops(self.one, cache="flexops-kept"),
             "flexops-ccache": self.flexops_ccache,
+            "flexops-first-use": self.flexops_first_use,
             "flexops-warm": lambda: self.flexops_warm("seconds"),
             "flexops-aot": lambda: float(self._flexops_child({"aot": True}, self.one, self._fresh("cache"))["seconds"]),
             "flexops-import": lambda: self.flexops_warm("import_seconds"),
@@ -57,6 +59,7 @@ class Runner:
     # ---- the conventional side ----------------------------------------------------------------------------------------------------------
 
     def conventional(self, mode: str, arch: str, *, jobs: int | None = None, directory: str = "", environment: _Environment | None = None) -> float:
+        assert self.cuda is not None
         place = self.scratch / directory if directory else self._fresh("torch")
         request = {
             "mode": mode, "sources": [str(source) for source in SOURCES], "directory": str(place),
@@ -72,6 +75,7 @@ class Runner:
     def conventional_ccache(self) -> float:
         """The second of two builds that share a compiler cache."""
         assert self.launcher is not None
+        assert self.cuda is not None
         wrappers = self._fresh("wrappers")
         wrappers.mkdir()
         for name, compiler in (("c++", self.host.path), ("nvcc", self.cuda.nvcc.path)):
@@ -91,11 +95,18 @@ class Runner:
     # ---- flexops ------------------------------------------------------------------------------------------------------------------------
 
     def flexops(self, arch: str, *, op: str = OP, cache: str = "", environment: _Environment | None = None) -> float:
+        """Seconds from the sources of a family's library for CUDA to having it, with every kernel for the architectures."""
         place = self.scratch / cache if cache else self._fresh("cache")
-        return float(self._flexops_child({"op": op, "device": "cuda"}, arch, place, environment)["seconds"])
+        return float(self._flexops_child({"family": op}, arch, place, environment)["seconds"])
+
+    def flexops_first_use(self) -> float:
+        """What a first call adds where the library is there, as from the wheel: it is opened, and the one kernel that is launched is compiled."""
+        place = self._fresh("cache")
+        self._flexops_child({"op": OP, "device": "cuda"}, self.one, place)
+        return float(self._flexops_child({"op": OP, "device": "cuda", "kernel": self.one}, self.one, place)["seconds"])
 
     def family(self, name: str) -> float:
-        """Seconds from the sources of one family's CUDA library, for one architecture, to having it loaded."""
+        """Seconds from the sources of one family's CUDA library and kernels, for one architecture, to having them."""
         return self.flexops(self.one, op=name)
 
     def flexops_ccache(self) -> float:

@@ -44,7 +44,7 @@ def _rungs(op: str, measured: Sequence[tuple[Measurement, float]]) -> Iterator[s
 def _families(measured: Sequence[tuple[Measurement, float]]) -> Iterator[str]:
     if not measured:
         return
-    yield "Each family's CUDA library from source to loaded, cold, for one architecture"
+    yield "Each family's CUDA library and kernels from source, cold, for one architecture"
     yield ""
     yield from columns([("family", "time"), *((item.rung.family, duration(seconds)) for item, seconds in measured)], left=1)
     yield ""

@@ -1,6 +1,7 @@
 """Has flexops provide operators in a process of its own, and prints how long that took.
 
-Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call would, or ``aot``: true to build everything ahead of time.
+Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call would, with ``kernel``, an architecture, also one of its
+kernels; ``family`` to build with all of its kernels; or ``aot``: true to build everything ahead of time.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 
 def _load(request: dict[str, Any]) -> dict[str, Any]:
@@ -24,24 +25,50 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     from flexops.op_builder import loader
 
     native = loader.ensure(request["op"], request["device"])
+    if native and request.get("kernel"):
+        _compile_one(request["op"], request["kernel"])
     seconds = time.perf_counter() - imported
     status = next(status for status in flexops.status() if (status.op, status.device) == (request["op"], request["device"]))
     return {"seconds": seconds, "import_seconds": imported - started, "error": "" if native else status.reason}
 
 
-def _build_all() -> dict[str, Any]:
+def _compile_one(family: str, architecture: str) -> None:
+    """The first of the kernels that a library names, as its first launch on such a GPU would have it."""
+    from flexops import settings
+    from flexops.compute_capability import parse_arch_list
+    from flexops.op_builder import builder, catalog, device_code, loader, provider
+
+    (spec,) = catalog.select((family,))
+    chosen = settings.current()
+    (wanted,) = parse_arch_list(architecture)
+    cache = loader.open_cache(chosen)
+    (built,) = builder.obtain([loader.local_plan(spec, "cuda", chosen)], cache)  # which loading it left there
+    compiler = provider.compiler_for(chosen, (wanted.capability,)).compiler
+    kernel = provider.plan_kernel(spec, device_code.names_in(built.require().library)[0], wanted, compiler)
+    (result,) = device_code.obtain([kernel], cache)
+    assert not result.cached
+    result.require()
+
+
+def _build(names: tuple[str, ...], devices: tuple[Literal["cpu", "cuda"], ...]) -> dict[str, Any]:
     from flexops import settings
     from flexops.op_builder import aot
 
     started = time.perf_counter()
-    results = aot.build((), settings.current(), devices=("cpu", "cuda"))
+    results = aot.build(names, settings.current(), devices=devices)
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "libraries": len(results), "error": "; ".join(str(result.error) for result in results if result.error)}
 
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    print(json.dumps(_build_all() if request.get("aot") else _load(request)))
+    if request.get("aot"):
+        result = _build((), ("cpu", "cuda"))
+    elif family := request.get("family"):
+        result = _build((family,), ("cuda",))
+    else:
+        result = _load(request)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def build(
 ) -> None:
     """The build-time ladder on one op: the conventional way with more and more of the usual advice, then flexops; and flexops's families, one by one.
 
-    Needs nvcc, no GPU.
+    Needs no GPU; the conventional side needs an nvcc, and is left out where there is none.
     """
     if chart:
         plot.check(chart)
