@@ -1,70 +1,74 @@
-"""Attention's kernels through NVRTC, those among them that are compiled at their first launch only: a sample of all tilings, and that all can be named."""
+"""Attention's kernels that are compiled at their first launch only: a sample of them through both NVRTCs, and which architecture each kernel needs."""
 
 from __future__ import annotations
 
-import subprocess
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexops import settings, toolchain
 from flexops.compute_capability import parse_arch_list
-from flexops.op_builder import device_code, layout
+from flexops.op_builder import builder, catalog, device_code, layout, loader, provider
 from flexops.op_builder.cache import BuildCache
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
 
-CSRC = layout.csrc_root()
-HOPPER, AMPERE = ("9.0a",), ("8.0", "8.9")
-PLAIN, MODIFIED = "flexops::attention::Plain", "flexops::attention::Modified<true, true, true>"
-KERNELS = {
-    "forward_hopper": (
-        HOPPER,
-        *(f"bf16, {tile}, {PLAIN}" for tile in ("64, 64, 3, 128", "96, 96, 2, 128", "128, 128, 2, 128", "128, 128, 2, 176", "256, 256, 2, 80")),
-        f"f16, 192, 128, 2, 128, {MODIFIED}",
-    ),
-    "backward_hopper": (HOPPER, f"bf16, 64, 64, 64, {PLAIN}", f"bf16, 128, 128, 64, {PLAIN}", f"f16, 128, 128, 64, {MODIFIED}"),
-    "forward": (AMPERE, f"bf16, 128, 128, 2, 64, {PLAIN}", f"f16, 256, 256, 1, 64, {MODIFIED}"),
-    "backward": (AMPERE, f"bf16, 128, 128, 64, 128, 2, {PLAIN}", f"f16, 256, 256, 64, 64, 1, {MODIFIED}"),
-    "backward_before": (AMPERE[:1], "bf16, 128"),
-    "backward_after": (HOPPER, "bf16, 128, 64"),
-    "backward_after_mma": (AMPERE[:1], "f16, 128, 64"),
-}
+SPEC = catalog.find("attention")
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> str:
-    """A source that reaches all of the family's headers, as its launcher will."""
-    source = tmp_path / "attention_cuda.cpp"
-    source.write_text("".join(f'#include "attention/{header.name}"\n' for header in sorted((CSRC / "attention").glob("*.cuh"))))
-    return str(source)
+@pytest.fixture(scope="module")
+def library(host_compiler: Any) -> Path:  # noqa: ARG001
+    chosen = settings.current()
+    return builder.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0].require().library
 
 
-@pytest.mark.parametrize("version", [(12, 1), (13, 0)])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_it_compiles(kernel: str, version: tuple[int, int], launcher: str, tmp_path: Path, require: Any) -> None:
+def rare_names(library: Path) -> list[str]:
+    return sorted({device_code.expression_of(match[0]) for match in device_code._RARE_NAME.finditer(library.read_bytes())})
+
+
+@pytest.mark.parametrize(("version", "architecture", "start"), [((12, 1), "8.9", 5), ((13, 0), "9.0", 11)])
+def test_a_sample_of_the_rare_ones_compiles(library: Path, version: tuple[int, int], architecture: str, start: int, tmp_path: Path, require: Any) -> None:
     found = {(one.value.version.major, one.value.version.minor): one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
     require(version in found, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
-    architectures, *instantiations = KERNELS[kernel]
-    plans = [
-        device_code.plan_kernel(
-            "attention", (launcher,), f"flexops::attention::{kernel}<flexops::{arguments}>", parse_arch_list(architecture)[0], found[version], CSRC
-        )
-        for architecture in architectures
-        for arguments in instantiations
-    ]
+    one = parse_arch_list(architecture)[0]
+    names = [name for name in rare_names(library)[start::25] if device_code.fitted(name, one)]
+    assert len(names) > 3
+    plans = [provider.plan_kernel(SPEC, name, one, found[version]) for name in names]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
         entry = result.require()
         assert f".text.{entry.manifest.symbol}\0".encode() in entry.library.read_bytes()
 
 
-def test_a_launcher_can_name_them(launcher: str, host_compiler: Any) -> None:
-    named = [f"&flexops::attention::{kernel}<flexops::{arguments}>" for kernel, (_, *instantiations) in KERNELS.items() for arguments in instantiations]
-    source = Path(launcher)
-    source.write_text(source.read_text() + "".join(f"auto* kernel{i} = {name};\n" for i, name in enumerate(named)))
-    command = [host_compiler.path, "-std=c++17", "-fsyntax-only", f"-I{CSRC}", launcher]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -> None:
+    ahead, rare = device_code.names_in(library), rare_names(library)
+    assert not set(ahead) & set(rare)
+    assert all(name.endswith("Plain>") for name in ahead if "_before" not in name and "_after" not in name)
+    assert {re.sub(r"Modified<[^>]*> ?>", "Plain>", name) for name in rare} == {name for name in ahead if name.endswith("Plain>")}
+
+
+def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
+    ampere, hopper, ptx = parse_arch_list("8.9")[0], parse_arch_list("9.0")[0], parse_arch_list("9.0+PTX")[0]._replace(sass=False)
+    for name in (*device_code.names_in(library), *rare_names(library)):
+        kernel = name.partition("<")[0].rpartition("::")[2]
+        header = device_code._defining_header(tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),))
+        own = "common/hopper.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
+        assert [device_code.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [own, False, own]
+        assert str(device_code.fitted(name, hopper)) == ("9.0a" if own else "9.0")
+
+
+def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a() -> None:
+    def entry(kernel: str, architecture: str) -> Any:
+        return SimpleNamespace(manifest=SimpleNamespace(kernel=kernel, cuda_version="13.0", architectures=(architecture,)))
+
+    names = ["a::forward<f>", "a::forward_hopper<f>"]
+    for entries, expected in (
+        ([entry(names[0], "9.0"), entry(names[1], "9.0a"), entry(names[0], "8.0"), entry(names[0], "compute_90")], ["8.0", "9.0", "compute_90"]),
+        ([entry(names[0], "9.0")], []),
+    ):
+        cache = SimpleNamespace(entries=lambda _, entries=entries: entries)
+        assert device_code.kept_for(cache, "attention", names).get("13.0", []) == expected  # type: ignore[arg-type]

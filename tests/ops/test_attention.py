@@ -99,18 +99,26 @@ def wrong_calls() -> tuple[Refusal, ...]:
     )
 
 
+CASES = (
+    Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"),
+         differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)),
+         empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)), refusals=wrong_calls(), accuracy=False),
+    Case("attention with everything", "attention", attend_with_everything, with_everything, plain_with_everything,
+         names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3), autocast=False, rounding=2.0**-20,
+         shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False),
+    Case("packed attention", "attention", attend_packed, packed, plain_packed, names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+         differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
+         inductor=False, dynamic=((3, 4, 1, 8),), broadcasts=False),
+)  # fmt: skip
+
+
 class TestContract(Contract):
+    """On a GPU with what its kernels take; other dtypes are plain PyTorch there."""
+
     cases = (
-        Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"),
-             differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)),
-             empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)), refusals=wrong_calls(), accuracy=False),
-        Case("attention with everything", "attention", attend_with_everything, with_everything, plain_with_everything,
-             names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3), autocast=False, rounding=2.0**-20,
-             shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False),
-        Case("packed attention", "attention", attend_packed, packed, plain_packed, names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-             differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
-             inductor=False, dynamic=((3, 4, 1, 8),), broadcasts=False),
-    )  # fmt: skip
+        *(replace(case, devices=("cpu",)) for case in CASES),
+        *(replace(case, name=f"{case.name}, halves", dtypes=HALVES, devices=("cuda",), refusals=()) for case in CASES),
+    )
 
 
 @pytest.fixture(params=["op", "reference"])
