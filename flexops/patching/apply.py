@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import PatchError
+from . import attention as attending
 from . import forwards
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
@@ -83,6 +84,7 @@ def unpatch(model: Any) -> int:
         if is_ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]
             restored += 1
+        attending.switch_back(module)
     return restored
 
 
@@ -94,6 +96,9 @@ def is_ours(forward: Any) -> bool:
 
 
 def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Iterator[Row]:
+    switched = attending.switch(module, "" if wanted["attention"] else "attention=False")
+    if switched is not None:
+        yield switched
     found = _find(module)
     name = type(module).__name__
     if found is None:

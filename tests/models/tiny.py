@@ -71,6 +71,8 @@ def _batch(name: str, padding: str) -> dict[str, torch.Tensor]:
         mask = torch.ones_like(tokens)
         mask[1, (slice(None, 4) if padding == "left" else slice(-4, None))] = 0
         labels[mask == 0] = -100
+        if padding == "left":
+            labels[1, 4] = -100  # its logits are those of padding, of which attention functions make what they like
         inputs["attention_mask"] = mask
     return inputs
 
