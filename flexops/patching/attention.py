@@ -150,7 +150,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
             model.__dict__[_BEFORE] = model.config._attn_implementation
             model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
-    return Row(cls.__name__, sum(type(one) is cls for one in model.modules()), "attention", not reason, reason)
+    return Row(cls.__name__, sum(type(one) is cls for one in module.modules()), "attention", not reason, reason)
 
 
 def switch_back(model: Any) -> bool:

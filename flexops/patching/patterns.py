@@ -220,6 +220,7 @@ def _tiny_rotation(module: Any) -> Miniature:
 def _rotation_swap(module: Any) -> Swap:
     if isinstance(module, _Rotation):
         return [(module, functools.partial(_Rotation.forward, _Rotation(rope.apply_rotary_pos_emb)))]
+    rope.prepare(type(module))
     return [(module, functools.partial(rope.attention, module))]
 
 

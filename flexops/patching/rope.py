@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -29,19 +28,25 @@ def original(cls: type[nn.Module]) -> Callable[..., Any] | None:
     return forward.__globals__.get(_NAME) if isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names else None
 
 
-@functools.cache
-def _with_ours(cls: Any) -> Callable[..., Any]:
+_made: dict[type, Callable[..., Any]] = {}
+"""The code of each class, seeing our function. No cache of functools', which torch.compile would look into."""
+
+
+def prepare(cls: Any) -> None:
+    """Make the code of a class."""
     forward = cls.forward
     assert isinstance(forward, types.FunctionType)
     names = {**forward.__globals__, _NAME: apply_rotary_pos_emb}
     del names["__name__"]  # by which torch.compile would look the names up in the module
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    _made[cls] = made
 
 
 @replacement
 def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of an attention module."""
-    cls: Any = type(module)
-    return _with_ours(cls)(module, *args, **kwargs)
+    cls = type(module)
+    if cls not in _made:  # in a process that has unpickled the module
+        prepare(cls)
+    return _made[cls](module, *args, **kwargs)
