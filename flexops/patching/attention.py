@@ -166,7 +166,7 @@ def switch_back(model: Any) -> bool:
 
 def _attention_of(model: Any) -> Any:
     """A base model's first attention module: one whose code asks transformers' interface which function to call."""
-    if not hasattr(getattr(model, "config", None), "_attn_implementation") or hasattr(model, "lm_head") or model is not getattr(model, "base_model", None):
+    if not hasattr(getattr(model, "config", None), "_attn_implementation") or id(getattr(model, "base_model", None)) != id(model):
         return None
     return next((part for part in model.modules() if eager_of(type(part)) is not None), None)
 

@@ -233,7 +233,7 @@ def _no_rotation(module: Any) -> str:
 
 def _no_such_loss(module: Any) -> str:
     head = module.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its head is no linear layer, but {type(head).__name__}"
     if getattr(module.config, "final_logit_softcapping", None) is not None and "softcap" not in inspect.signature(linear_cross_entropy).parameters:
         return "its logits have a soft cap, which linear_cross_entropy does not take"
