@@ -79,7 +79,7 @@ def measure(
         for name in device_code.names_in(library.require().library)
         if kernel in name
         for one in architectures
-        if (fit := device_code.fitted(name, one._replace(ptx=False)))
+        if spec.runs_on(one.capability) and (fit := device_code.fitted(name, one._replace(ptx=False)))
     ]
     jobs = device_code.choose_jobs(resources, chosen.max_jobs)
     results = device_code.obtain([plan for _, _, plan in plans], cache, jobs=jobs, time_limit=chosen.compile_timeout, progress=progress)

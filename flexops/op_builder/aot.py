@@ -76,7 +76,8 @@ def _with_kernels(
         if device == "cuda" and result.entry:
             names = device_code.names_in(result.entry.library)
             each = list(device_code.single(choice.architectures))
-            plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for one in each for name in names if device_code.fitted(name, one)]
+            wanted = [(name, one) for one in each if spec.runs_on(one.capability) for name in names if device_code.fitted(name, one)]
+            plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for name, one in wanted]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
     together = [plan for own in plans.values() for plan in own]
     made = iter(device_code.obtain(together, loader.open_cache(chosen), jobs=jobs, time_limit=chosen.compile_timeout, progress=progress))

@@ -329,7 +329,7 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
         return None
     from . import provider
 
-    if older := [one for one in capabilities if (one.major, one.minor) < spec.least_capability]:
+    if older := [one for one in capabilities if not spec.runs_on(one)]:
         return Refusal(f"{spec.name} kernels need GPUs of capability {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}")
     why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
     if settings.current().jit:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from . import layout
+
+if TYPE_CHECKING:
+    from ..compute_capability import ComputeCapability
 
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
@@ -108,6 +111,10 @@ class OpSpec:
 
     def _ending(self, suffix: str) -> tuple[str, ...]:
         return tuple(f"{self.family}/{name}" for name in self._files if name.endswith(suffix))
+
+    def runs_on(self, capability: ComputeCapability) -> bool:
+        """Whether its kernels run on GPUs of that capability, so that it is worth compiling them for it."""
+        return (capability.major, capability.minor) >= self.least_capability
 
     @property
     def devices(self) -> tuple[DeviceType, ...]:
