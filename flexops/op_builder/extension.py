@@ -169,6 +169,8 @@ def obtain(request: Request, chosen: Settings) -> Entry:
         raise NativeUnavailableError(
             f"extension {request.name} is not in the cache, and FLEXOPS_JIT=0 rules out compiling", found=str(cache.root), fix="unset FLEXOPS_JIT"
         )
+    from . import extension_advice
+    from . import progress as progress_lines
     from .extension_build import build
 
     for note in notes if chosen.log != "quiet" else ():
@@ -179,6 +181,8 @@ def obtain(request: Request, chosen: Settings) -> Entry:
             error = result.error
             raise ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
         entry = result.require()
+    if line := extension_advice.split_device_code(plan, request, result.seconds):
+        progress_lines.say(line, chosen.log)
     if chosen.log == "debug":
         _show_warnings(entry)
     return entry

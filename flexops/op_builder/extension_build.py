@@ -44,9 +44,9 @@ def build(
     if header is None:
         return builder.obtain([plan], cache, progress=progress, debug=debug)[0]
     if chosen.pch == "1" and not header.is_there():
-        pch.make(header, cache, wait=True, timeout=chosen.compile_timeout)
+        pch.make(header, cache, wait=True, timeout=chosen.compile_timeout, log=chosen.log)
     if not header.is_there():
-        return _build_before(header, plan, cache, resources, progress, debug)
+        return _build_before(header, plan, cache, resources, progress, chosen)
     result = builder.obtain([_with_header(plan, request, header)], cache, progress=progress, debug=debug)[0]
     if _header_failed(result):
         pch.drop(header, cache)
@@ -55,17 +55,17 @@ def build(
 
 
 def _build_before(
-    header: pch.PrecompiledHeader, plan: BuildPlan, cache: BuildCache, resources: Resources, progress: Progress | None, debug: bool
+    header: pch.PrecompiledHeader, plan: BuildPlan, cache: BuildCache, resources: Resources, progress: Progress | None, chosen: Settings
 ) -> Result:
     """Build without the header, which is not there yet, and have it made for the next one."""
     compiles = sum(step.kind != "link" for step in plan.steps)
     room = resources.memory_bytes > plan.memory_bytes + pch.PEAK_BYTES
     beside = room and resources.cpus >= min(plan.jobs, compiles) + _SPARE_CPUS
     if beside:
-        pch.make(header, cache, wait=False, timeout=plan.timeout)
-    result = builder.obtain([plan], cache, progress=progress, debug=debug)[0]
+        pch.make(header, cache, wait=False, timeout=plan.timeout, log=chosen.log)
+    result = builder.obtain([plan], cache, progress=progress, debug=chosen.log == "debug")[0]
     if room and not beside and result.error is None:
-        pch.make(header, cache, wait=False, timeout=plan.timeout)
+        pch.make(header, cache, wait=False, timeout=plan.timeout, log=chosen.log)
     return result
 
 

@@ -19,11 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import _fork, trust
+from ..settings import LogLevel
 from ..toolchain.model import HostCompiler, TorchBuild
 from . import pch_worker
 from .cache import OWNER_LOCK, BuildCache, read_manifest
 from .cache_key import digest_fields
 from .manifest import FILE_NAME, Manifest
+from .progress import say
 
 HEADER = "torch/extension.h"
 NAME = "pch-torch"
@@ -111,10 +113,16 @@ def shadowed(include_dirs: tuple[str, ...]) -> bool:
     return any(os.path.exists(os.path.join(directory, part)) for directory in include_dirs for part in _TORCH_PARTS)
 
 
-def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool, timeout: int = 0) -> None:
-    """Make it: now, or in the background. Does nothing where there is no room for it or a recent attempt failed."""
+def make(pch: PrecompiledHeader, cache: BuildCache, *, wait: bool, timeout: int = 0, log: LogLevel = "quiet") -> None:
+    """Make it, and say so: now, or in the background. Does nothing where there is no room for it or a recent attempt failed."""
     if not _sensible(pch, cache):
         return
+    when, most = "first" if wait else "in the background", cache.max_bytes / 2 / 2**30
+    say(
+        f"torch's headers are precompiled {when}, once for all extensions with these flags: about 0.8 GB in {cache.root / NAME}, "
+        f"where at most {most:.1f} GB of such are kept (FLEXOPS_PCH=0: never)",
+        log,
+    )
     command = [sys.executable, "-I", pch_worker.__file__, json.dumps(_order(pch, cache, wait, timeout))]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     if wait:

@@ -11,6 +11,12 @@ from ..settings import LogLevel
 from .compiler import Progress
 
 
+def say(text: str, log: LogLevel) -> None:
+    """A line for people, on standard error; nothing with ``quiet``."""
+    if log != "quiet":
+        print(f"flexops: {text}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
     """A progress callback while ``what`` is built. Writes to standard error only, and nothing at all with ``quiet``."""

@@ -88,9 +88,11 @@ def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, ca
         shutil.rmtree(cache / "hidden")
 
 
-def test_in_the_background_for_the_next_one(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_background_for_the_next_one(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FLEXOPS_PCH", "auto")
     assert load(tmp_path, "before", []) == 5
+    said = capsys.readouterr().err
+    assert f"precompiled in the background, once for all extensions with these flags: about 0.8 GB in {cache / pch.NAME}, where at most 2.5 GB" in said
     deadline = time.monotonic() + 60
     while not headers(cache) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,0 +1,59 @@
+"""What would make somebody's extension build faster, in one line: said when it was built and took long."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from .extension_plan import Request
+from .includes import own_headers
+from .plan import BuildPlan
+
+WORTH_SECONDS = 10.0
+"""A build that took less needs no advice."""
+PAGE = "docs/splitting.md"
+
+_WHOLE_TORCH = re.compile(
+    r"^[ \t]*#[ \t]*include[ \t]*[<\"]((?:torch/(?:extension|torch|all|types|script|library)|ATen/ATen|torch/csrc/[^>\"]+)\.h)[>\"]", re.MULTILINE
+)
+
+
+def split_device_code(plan: BuildPlan, request: Request, seconds: float) -> str:
+    """The line that says how to split CUDA sources which read torch's headers; "" if none does, or the build was quick.
+
+    nvcc reads a source three times and more: once for the host, once for each architecture, and once to bring both together.
+    """
+    found = list(torch_in_device_code(plan, request)) if seconds >= WORTH_SECONDS else []
+    if not found:
+        return ""
+    names = ", ".join(sorted({os.path.basename(source) for source, _ in found}))
+    headers = ", ".join(sorted({header for _, header in found}))
+    passes = f"{2 + max(1, len(plan.architectures))} times"
+    return (
+        f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for {names}. Kernels alone in the .cu, torch in a .cpp "
+        f"beside it: a tenth of that, and a kernel's edit costs a second ({PAGE})"
+    )
+
+
+def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[str, str]]:
+    """CUDA sources, with the header by which each reaches all of torch: its own include or one of the user's headers'."""
+    texts = dict(plan.texts)
+    for step in plan.steps:
+        source = step.inputs[0]
+        if step.kind != "device" or not (source in texts or os.path.isabs(source)):
+            continue
+        text = texts[source] if source in texts else _read(source)
+        folder = "" if source in texts else os.path.dirname(source)
+        for one in (text, *map(_read, own_headers(text, folder, request.include_dirs))):
+            if match := _WHOLE_TORCH.search(one):
+                yield source, match[1]
+                break
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
