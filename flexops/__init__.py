@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
     from .ops.fp8 import quantize_int8 as quantize_int8
+    from .ops.gated_linear import geglu_linear as geglu_linear
+    from .ops.gated_linear import swiglu_linear as swiglu_linear
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.lamb import lamb_ as lamb_
@@ -85,6 +87,8 @@ _PUBLIC = {
     "dequantize_int8": "ops.fp8",
     "quantize_fp8": "ops.fp8",
     "quantize_int8": "ops.fp8",
+    "geglu_linear": "ops.gated_linear",
+    "swiglu_linear": "ops.gated_linear",
     "clip_grads_": "ops.grad_norm",
     "grad_norm": "ops.grad_norm",
     "lamb_": "ops.lamb",
@@ -128,6 +132,7 @@ __all__ = [
     "dequantize_fp8",
     "dequantize_int8",
     "geglu",
+    "geglu_linear",
     "grad_norm",
     "kernel",
     "lamb_",
@@ -149,6 +154,7 @@ __all__ = [
     "scaled_masked_softmax",
     "status",
     "swiglu",
+    "swiglu_linear",
     "unpatch",
 ]
 

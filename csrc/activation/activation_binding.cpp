@@ -187,11 +187,13 @@ Tensor gated(const char* op, Activation activation, Tensor& gate, Maybe& up, boo
   return out;
 }
 
-Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved) {
+/// `over_grad`: the gate's gradient is written over `grad`.
+Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved, bool over_grad = false) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(gate);
 #endif
-  Tensor gate_grad = empty_like_contiguous(gate, gate.dtype());
+  FLEXOPS_CHECK(!over_grad || grad.is_contiguous(), op, ": grad must be contiguous, since it is written");
+  Tensor gate_grad = over_grad ? grad : empty_like_contiguous(gate, gate.dtype());
   const int64_t nothing = 0;
   Tensor up_grad = up ? empty_like_contiguous(gate, gate.dtype()) : empty(&nothing, 1, gate.dtype(), gate);
   GatedActivation c = make_gated(op, activation, gate, up, interleaved);
@@ -235,6 +237,13 @@ Two geglu_backward(Tensor grad, Tensor gate, Maybe up, bool tanh, bool interleav
   return gated_backward("flexops::geglu_backward", gelu_of(tanh), grad, gate, up, interleaved);
 }
 
+Tensor gated_backward_(Tensor grad, Tensor gate, Tensor up, int64_t activation) {
+  const char* op = "flexops::gated_backward_";
+  FLEXOPS_CHECK(0 <= activation && activation <= 2, op, ": activation must be 0 (silu), 1 (gelu) or 2 (gelu by tanh), got ", activation);
+  Maybe other = std::move(up);
+  return std::get<1>(gated_backward(op, activation == 0 ? Activation::silu : gelu_of(activation == 2), grad, gate, other, false, true));
+}
+
 }  // namespace
 
 FLEXOPS_REGISTER(m) {
@@ -246,6 +255,7 @@ FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "swiglu_backward", swiglu_backward);
   FLEXOPS_IMPL(m, "geglu", geglu);
   FLEXOPS_IMPL(m, "geglu_backward", geglu_backward);
+  FLEXOPS_IMPL(m, "gated_backward_", gated_backward_);
 }
 
 }  // namespace flexops

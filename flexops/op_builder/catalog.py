@@ -14,7 +14,7 @@ CATALOG: tuple[OpSpec, ...] = (
         "activation",
         (
             *("bias_gelu", "bias_gelu_backward", "bias_silu", "bias_silu_backward"),
-            *("swiglu", "swiglu_backward", "geglu", "geglu_backward"),
+            *("swiglu", "swiglu_backward", "geglu", "geglu_backward", "gated_backward_"),
         ),
     ),
     OpSpec("adagrad", ("adagrad_",)),

@@ -7,6 +7,7 @@ from . import adam8bit as adam8bit
 from . import attention as attention
 from . import cross_entropy as cross_entropy
 from . import fp8 as fp8
+from . import gated_linear as gated_linear
 from . import grad_norm as grad_norm
 from . import lamb as lamb
 from . import linear_cross_entropy as linear_cross_entropy

@@ -90,3 +90,9 @@ def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
             register_flop_formula(op, get_raw=True)(formula)
     except (ImportError, TypeError):  # an older torch, whose counter cannot be told
         return
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """In which torch would multiply matrices of x's dtype: autocast's, inside of it."""
+    device = x.device.type  # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so, but not every compiler traces it
+    return torch.get_autocast_dtype(device) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x.dtype

@@ -26,7 +26,7 @@ from torch import Tensor
 from ._difference import difference
 from ._register import caller, define
 
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Approximation = Literal["none", "tanh"]
 
 
@@ -45,7 +45,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation 
         TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
         ValueError: a shape or ``approximate`` is not as above.
     """
-    result: Tensor = _bias_gelu(x, bias, approximate == "tanh" or _not_tanh("bias_gelu", approximate))
+    result: Tensor = _bias_gelu(x, bias, approximate == "tanh" or not_tanh("bias_gelu", approximate))
     return result
 
 
@@ -82,7 +82,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation 
     Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half: call ``geglu(*reversed(x.chunk(2, -1)))`` there,
     which copies nothing.
     """
-    result: Tensor = _geglu(gate, up, approximate == "tanh" or _not_tanh("geglu", approximate), interleaved)
+    result: Tensor = _geglu(gate, up, approximate == "tanh" or not_tanh("geglu", approximate), interleaved)
     return result
 
 
@@ -94,20 +94,20 @@ def _wrong_dtype(op: str, name: str, value: Any, accepted: str = "a float32, bfl
 
 
 def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         raise _wrong_dtype(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"flexops.{op}: x must have at least one dimension")
     if bias is None:
         return
-    if not isinstance(bias, Tensor) or bias.dtype not in _FLOAT_DTYPES:
+    if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
         raise _wrong_dtype(op, "bias", bias, "a float32, bfloat16 or float16 tensor or None")
     if bias.dim() != 1 or bias.size(0) != x.size(-1):
         raise ValueError(f"flexops.{op}: bias must have shape [{x.size(-1)}], as x's last dimension, got {list(bias.shape)}")
 
 
-def _check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
-    if not isinstance(gate, Tensor) or gate.dtype not in _FLOAT_DTYPES:
+def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
+    if not isinstance(gate, Tensor) or gate.dtype not in FLOAT_DTYPES:
         raise _wrong_dtype(op, "gate", gate)
     if gate.dim() == 0:
         raise ValueError(f"flexops.{op}: gate must have at least one dimension")
@@ -123,7 +123,7 @@ def _check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) ->
         raise ValueError(f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds both")
 
 
-def _not_tanh(op: str, approximate: str) -> bool:
+def not_tanh(op: str, approximate: str) -> bool:
     if approximate != "none":
         raise ValueError(f'flexops.{op}: approximate must be "none" or "tanh", got {approximate!r}')
     return False
@@ -188,12 +188,12 @@ def _split(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, 
     return first, second
 
 
-def _gated(gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> Tensor:
+def gated_reference(gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> Tensor:
     gates, ups = _split(gate, up, interleaved)
     return (_activation(_wide(gates), which) * _wide(ups)).to(gate.dtype).contiguous()
 
 
-def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+def gated_backward_reference(grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> tuple[Tensor, Tensor]:
     gates, ups = (_wide(part) for part in _split(gate, up, interleaved))
     outer = _wide(grad)
     gate_grad, up_grad = outer * ups * _slope(gates, which), outer * _activation(gates, which)
@@ -272,31 +272,31 @@ define(
 define(
     "activation",
     "swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor",
-    lambda gate, up, interleaved: _gated(gate, up, "silu", interleaved),
+    lambda gate, up, interleaved: gated_reference(gate, up, "silu", interleaved),
     _gated_fake,
-    check=lambda gate, up, interleaved: _check_gated("swiglu", gate, up, interleaved),
+    check=lambda gate, up, interleaved: check_gated("swiglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _swiglu_backward, grad),
 )
 define(
     "activation",
     "swiglu_backward(Tensor grad, Tensor gate, Tensor? up, bool interleaved) -> (Tensor, Tensor)",
-    lambda grad, gate, up, interleaved: _gated_backward(grad, gate, up, "silu", interleaved),
+    lambda grad, gate, up, interleaved: gated_backward_reference(grad, gate, up, "silu", interleaved),
     _gated_backward_fake,
 )
 define(
     "activation",
     "geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor",
-    lambda gate, up, tanh, interleaved: _gated(gate, up, _gelu_name(tanh), interleaved),
+    lambda gate, up, tanh, interleaved: gated_reference(gate, up, _gelu_name(tanh), interleaved),
     _gated_fake,
-    check=lambda gate, up, _, interleaved: _check_gated("geglu", gate, up, interleaved),
+    check=lambda gate, up, _, interleaved: check_gated("geglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _geglu_backward, grad),
 )
 define(
     "activation",
     "geglu_backward(Tensor grad, Tensor gate, Tensor? up, bool tanh, bool interleaved) -> (Tensor, Tensor)",
-    lambda grad, gate, up, tanh, interleaved: _gated_backward(grad, gate, up, _gelu_name(tanh), interleaved),
+    lambda grad, gate, up, tanh, interleaved: gated_backward_reference(grad, gate, up, _gelu_name(tanh), interleaved),
     _gated_backward_fake,
 )
 
@@ -326,7 +326,7 @@ def self_check(device: str) -> float:
             pairs += [
                 (getattr(ops, biased)(x, bias, *gelu), _biased(x, bias, which)),
                 *zip(getattr(ops, f"{biased}_backward")(grad, x, bias, *gelu, True), _biased_backward(grad, x, bias, which, True), strict=True),
-                (getattr(ops, gated)(x, up, *gelu, False), _gated(x, up, which, False)),
-                *zip(getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False), _gated_backward(grad, x, up, which, False), strict=True),
+                (getattr(ops, gated)(x, up, *gelu, False), gated_reference(x, up, which, False)),
+                *zip(getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False), gated_backward_reference(grad, x, up, which, False), strict=True),
             ]
     return difference(*zip(*pairs, strict=True))

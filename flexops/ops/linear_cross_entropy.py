@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._register import caller, check_places, define, is_dense, references
-from ._torch import is_transforming
+from ._torch import is_transforming, product_dtype
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -96,7 +96,7 @@ def linear_cross_entropy(
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)]
     rows, targets = (x, target) if len(shape) == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
     numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0, code)
-    rest = (return_accuracy or return_z_loss, chunk_size or 0, _ACCUMULATE[accumulate], _product_dtype(x))
+    rest = (return_accuracy or return_z_loss, chunk_size or 0, _ACCUMULATE[accumulate], product_dtype(x))
     loss, *_, extras = _FORWARD(rows, weight, bias, targets, class_weight, *numbers, *rest, *needs)
     asked = [loss, *([extras[0]] if return_accuracy else []), *([extras[1]] if return_z_loss else [])]
     results = tuple(each.view(shape) for each in asked) if code == 0 and len(shape) != 1 else tuple(asked)
@@ -144,11 +144,6 @@ def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
         raise ValueError(f"{where} weight must have shape [V, {x.shape[-1]}] with at least one class, got {tuple(weight.shape)}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"{where} bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type  # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so, but not every compiler traces it
-    return torch.get_autocast_dtype(device) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x.dtype
 
 
 # ---- chunks of the rows of x, [N, H] -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,94 @@ def packed(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor]
     return Case(name, "activation", call, packed_inputs, oracle, names=("gate",), differentiable=(0,), shapes=SHAPES, **more)
 
 
+def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return *gated_inputs(make, shape), make(6, shape[-1], scale=shape[-1] ** -0.5), make(6)
+
+
+def packed_layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return *packed_inputs(make, shape), make(6, shape[-1], scale=shape[-1] ** -0.5)
+
+
+class TestLayerContract(Contract):
+    cases = (
+        Case("swiglu_linear", "activation", flexops.swiglu_linear, layer_inputs, lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
+             names=("gate", "up", "weight", "bias"), differentiable=(0, 1, 2, 3), parameters=(2, 3), shapes=SHAPES, inductor=False, refusals=(
+                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 7)), ValueError, r"weight must have shape \[any, 8\], got \[5, 7\]"),
+                 Refusal(lambda: flexops.swiglu_linear(SMALL, None, torch.zeros(5, 8)), ValueError, r"weight must have shape \[any, 4\]"),
+                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)), ValueError, r"bias must have shape \[5\]"),
+                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL[:2], torch.zeros(5, 8)), ValueError, r"up must have gate's shape"),
+                 Refusal(lambda: flexops.geglu_linear(SMALL, SMALL, torch.zeros(5, 8), approximate="erf"),  # type: ignore[arg-type]
+                         ValueError, 'geglu_linear: approximate must be "none" or "tanh"'),
+             )),
+        Case("geglu_linear", "activation", lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"), layer_inputs,
+             lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b), names=("gate", "up", "weight", "bias"), differentiable=(0, 1, 2, 3),
+             parameters=(2, 3), shapes=SHAPES, inductor=False),
+        Case("geglu_linear of pairs", "activation", lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True), packed_layer_inputs,
+             lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w), names=("gate", "weight"), differentiable=(0, 1), parameters=(1,), shapes=SHAPES,
+             inductor=False),
+    )  # fmt: skip
+
+
+# ---- what is kept for the backward pass ------------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) -> int:
+    """Of all tensors that a forward pass keeps, each once, without the parameters."""
+    kept: dict[int, int] = {}
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (alive.append(tensor), keep(tensor))[1], lambda tensor: tensor):
+        forward().sum().backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
+    """In a block as models have it: of its inner width the gate and up, which are the projections' results; and its input."""
+    torch.manual_seed(0)
+    rows, width, inner = 40, 8, 64
+    x = torch.randn(rows, width, dtype=dtype)
+    weights = tuple((torch.randn(shape, dtype=dtype) * 0.2).requires_grad_() for shape in ((inner, width), (inner, width), (width, inner)))
+    gate, up, down = weights
+    packed = torch.cat([gate, up]).detach().requires_grad_()
+    unit = rows * inner * x.element_size()
+    blocks: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        "two operations": (3, lambda: F.linear(flexops.swiglu(F.linear(x, gate), F.linear(x, up)), down)),
+        "one": (2, lambda: flexops.swiglu_linear(F.linear(x, gate), F.linear(x, up), down)),
+        "packed": (2, lambda: flexops.swiglu_linear(F.linear(x, packed), None, down)),
+        "gelu": (2, lambda: flexops.geglu_linear(F.linear(x, gate), F.linear(x, up), down)),
+        "torch's": (4, lambda: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)),
+    }
+    for name, (units, block) in blocks.items():
+        assert kept_bytes(block, (*weights, packed)) == units * unit + x.nbytes, name
+
+
+def test_the_layers_gradients_do_not_harm_what_others_use() -> None:
+    """Gate and up may be used elsewhere, and the graph twice."""
+    torch.manual_seed(0)
+    gate, up, weight = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (5, 8), (6, 8)))
+    for layer, plain in ((flexops.swiglu_linear, F.silu), (flexops.geglu_linear, F.gelu)):
+        result = layer(gate * 1, up * 1, weight)
+        grad = torch.randn_like(result)
+        before = grad.clone()
+        first, again = (torch.autograd.grad(result, (gate, up, weight), grad, retain_graph=True) for _ in range(2))
+        assert torch.equal(grad, before)
+        assert all(map(torch.equal, first, again))
+        for one, other in zip(first, torch.autograd.grad(F.linear(plain(gate) * up, weight), (gate, up, weight), grad), strict=True):
+            torch.testing.assert_close(one, other)
+        for wanted in ((gate,), (weight,), (up, weight)):
+            results = (layer(gate, up, weight), F.linear(plain(gate) * up, weight))
+            for one, other in zip(*(torch.autograd.grad(result, wanted, grad) for result in results), strict=True):
+                torch.testing.assert_close(one, other)
+
+
 class TestContract(Contract):
     cases = (
         biased("bias_gelu", flexops.bias_gelu, lambda x, b: F.gelu(x + b), refusals=(

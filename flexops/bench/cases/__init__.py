@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 SOURCES: tuple[Source, ...] = (
     Source("norm", "norm", "norm", ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized"), "norm_backward"),
-    Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu")),
+    Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu", "swiglu_linear")),
     Source("rope", "rope", "rope", ("rotary_embedding",)),
     Source("softmax", "softmax", "softmax", ("scaled_masked_softmax", "causal_softmax")),
     Source("attention", "attention", "attention", ("attention",)),

@@ -1,4 +1,4 @@
-"""bias_gelu, bias_silu, swiglu and geglu."""
+"""bias_gelu, bias_silu, swiglu and geglu, and swiglu with the layer behind it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import activation as op
+from ...ops import gated_linear
 from .case import FLEXOPS, TORCH, Case, Functions, Setup, contenders, forward_and_backward, library, small_calls
 
 FAMILY = "activation"
@@ -46,6 +47,10 @@ def _gated(setup: Setup, rows: int) -> Iterator[Case]:
     yield from forward_and_backward(FAMILY, "swiglu", f"swiglu {what}", functions, (gate, up), once, back)
     functions = contenders(setup, geglu_tanh, geglu, library("Liger", LIGER, "liger_geglu"))
     yield from forward_and_backward(FAMILY, "geglu", f"geglu tanh, {what}", functions, (gate, up), once, back)
+    weight = setup.randn(2048, 8192, grad=True)
+    functions = contenders(setup, gated_linear.swiglu_linear, swiglu_and_linear)
+    count = (0, "three matrix products bound it, not memory")
+    yield from forward_and_backward(FAMILY, "swiglu_linear", f"swiglu_linear {what} -> 2048", functions, (gate, up, weight), count, count)
 
 
 def _small(setup: Setup) -> Iterator[Case]:
@@ -74,6 +79,10 @@ def silu(x: Tensor, bias: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def swiglu_and_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(op.swiglu(gate, up), weight)
 
 
 def geglu_tanh(gate: Tensor, up: Tensor) -> Any:
