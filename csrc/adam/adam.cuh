@@ -3,6 +3,7 @@
 
 #include "adam/adam_numbers.cuh"
 #include "common/multi_tensor.cuh"
+#include "common/stochastic.h"
 
 namespace flexops::adam {
 
@@ -29,26 +30,42 @@ namespace flexops::adam {
 #define FLEXOPS_ADAM_STORE normal
 #endif
 
-/// A launch that is not general has fp32 parameters and gradients only, and neither amsgrad nor copies: fewer registers, fewer parameters,
-/// and what most people run.
-template <bool general>
+/// A plain launch has fp32 parameters, gradients and states only, and neither amsgrad nor copies: fewer registers, fewer parameters, and
+/// what most people run. A general one has all but states of 16 bits, which narrow ones have, too.
+enum class Mode { plain, general, narrow };
+
+template <Mode mode>
+struct FactorsOf {
+  using type = Factors;
+};
+template <>
+struct FactorsOf<Mode::narrow> {
+  struct type : Factors {
+    u32 key;  // of the step's random numbers
+  };
+};
+
+template <Mode mode>
 struct Rule {
+  static constexpr bool general = mode != Mode::plain;
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
   static constexpr bool kGeneral = general;
   static constexpr int kThreads = FLEXOPS_ADAM_THREADS, kUnroll = FLEXOPS_ADAM_UNROLL, kIterations = FLEXOPS_ADAM_ITERATIONS;
   static constexpr int kMinBlocks = general ? FLEXOPS_ADAM_BLOCKS * 3 / 4 : FLEXOPS_ADAM_BLOCKS;
   static constexpr int kArrays = general ? 6 : 4, kApart = FLEXOPS_ADAM_APART, kExtras = 1, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = 0b100011, kOptional = 0b110000;
+  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = mode == Mode::narrow ? 0b111111 : 0b100011, kOptional = 0b110000;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::FLEXOPS_ADAM_LOAD, kStore = Cache::FLEXOPS_ADAM_STORE;
 
   using Shared = Numbers;
-  using Factors = adam::Factors;
+  using Factors = typename FactorsOf<mode>::type;
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
     Factors f;
-    f.find(s, *launch.row[tensor].extra[kStep]);
+    const float step = *launch.row[tensor].extra[kStep];
+    f.find(s, step);
+    if constexpr (mode == Mode::narrow) f.key = scramble(static_cast<u32>(step));
     return f;
   }
 
@@ -71,12 +88,19 @@ struct Rule {
     }
     param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
     if constexpr (general) e.at[kCopy] = param;
+    if constexpr (mode == Mode::narrow) {
+      if (s.stochastic) {  // what is left to put() to round is exact then; other types of state are not touched
+        const u32 noise = scramble(e.index + f.key);
+        if (p.is_bf16(kExpAvg)) exp_avg = bit_cast<float>(round_to_bf16(bit_cast<u32>(exp_avg), noise & 0xffffu));
+        if (p.is_bf16(kExpAvgSq)) exp_avg_sq = bit_cast<float>(round_to_bf16(bit_cast<u32>(exp_avg_sq), noise >> 16));
+      }
+    }
   }
 };
 
-template <bool general>
-__global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
-    adam_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {
+template <Mode mode>
+__global__ void __launch_bounds__(Rule<mode>::kThreads, Rule<mode>::kMinBlocks)
+    adam_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<mode>> launch) {
   multi::run(launch);
 }
 

@@ -6,13 +6,14 @@
 
 namespace flexops {
 
-/// What a row's arrays are. States are float32; max_exp_avg_sq is nullptr without amsgrad; copy, where the new parameter is written in a
+/// What a row's arrays are. max_exp_avg_sq is nullptr without amsgrad; copy, where the new parameter is written in a
 /// second dtype, may be. The gradient is written only if there is a grad_scale.
 enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpAvgSq, kAdamCopy };
 
 struct AdamOptions : StepOptions {
   double beta1, beta2, eps;
   bool decoupled;
+  bool stochastic = false;  // averages in bfloat16 are rounded stochastically
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
@@ -28,6 +29,8 @@ struct AdamStep {
   float decay;          // the share of the parameter that decoupled weight decay takes
   float sign;           // -1 to maximize
   float grad_scale;     // 0 for none
+  bool stochastic;
+  uint32_t key;  // of the step's random numbers
 };
 
 /// Elements [begin, end) of one tensor.

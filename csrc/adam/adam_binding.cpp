@@ -15,6 +15,7 @@ struct Numbers {
   double lr, beta1, beta2, eps, weight_decay;
   bool maximize, decoupled;
   std::optional<Tensor>&lr_tensor, &grad_scale, &found_inf;
+  bool stochastic;
 };
 
 #if FLEXOPS_DEVICE_CUDA
@@ -39,6 +40,7 @@ void run(const char* op, TensorTable table, const Numbers& n, const Tensor& wher
   AdamOptions options;
   table.fill(options, n.lr, n.lr_tensor, n.weight_decay, n.maximize, n.grad_scale, n.found_inf);
   fill_adam(options, n.beta1, n.beta2, n.eps, n.decoupled);
+  options.stochastic = n.stochastic;
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(where);
 #endif
@@ -48,26 +50,26 @@ void run(const char* op, TensorTable table, const Numbers& n, const Tensor& wher
 
 void adam_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
            TensorList state_steps, double lr, double beta1, double beta2, double eps, double weight_decay, bool amsgrad, bool maximize,
-           bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+           bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+           bool stochastic) {
   if (params.empty()) return;
   const char* op = "flexops::adam_";
-  const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()},
-      average{"exp_avgs", exp_avgs, false}, square{"exp_avg_sqs", exp_avg_sqs, false}, largest{"max_exp_avg_sqs", max_exp_avg_sqs, false};
+  const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()}, average{"exp_avgs", exp_avgs, true},
+      square{"exp_avg_sqs", exp_avg_sqs, true}, largest{"max_exp_avg_sqs", max_exp_avg_sqs, true};
   run(op,
       amsgrad ? TensorTable(op, {param, grad, average, square, largest}, &state_steps)
               : TensorTable(op, {param, grad, average, square}, &state_steps),
-      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf}, params[0]);
+      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic}, params[0]);
 }
 
 void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
                 TensorList state_steps, TensorList copies, double lr, double beta1, double beta2, double eps, double weight_decay,
                 bool amsgrad, bool maximize, bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
-                std::optional<Tensor> found_inf) {
+                std::optional<Tensor> found_inf, bool stochastic) {
   if (params.empty()) return;
   const char* op = "flexops::adam_copy_";
-  const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()},
-      average{"exp_avgs", exp_avgs, false}, square{"exp_avg_sqs", exp_avg_sqs, false}, largest{"max_exp_avg_sqs", max_exp_avg_sqs, false},
-      copy{"copies", copies, true};
+  const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()}, average{"exp_avgs", exp_avgs, true},
+      square{"exp_avg_sqs", exp_avg_sqs, true}, largest{"max_exp_avg_sqs", max_exp_avg_sqs, true}, copy{"copies", copies, true};
   TensorTable table = amsgrad ? TensorTable(op, {param, grad, average, square, largest, copy}, &state_steps)
                               : TensorTable(op, {param, grad, average, square, copy}, &state_steps);
   if (!amsgrad) {  // the copy's place is behind the largest squares
@@ -76,7 +78,8 @@ void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, Tensor
       std::swap(row.type[kAdamMaxExpAvgSq], row.type[kAdamCopy]);
     }
   }
-  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf}, params[0]);
+  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic},
+      params[0]);
 }
 
 }  // namespace

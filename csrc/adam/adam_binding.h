@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "adam/adam.h"
+#include "common/stochastic.h"
 
 namespace flexops {
 
@@ -31,6 +32,8 @@ inline AdamStep make_adam_step(const AdamOptions& o, double step) {
   s.decay = o.decoupled ? static_cast<float>(lr * o.weight_decay) : 0.0f;
   s.sign = o.maximize ? -1.0f : 1.0f;
   s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
+  s.stochastic = o.stochastic;
+  s.key = scramble(static_cast<uint32_t>(step));
   return s;
 }
 

@@ -2,6 +2,7 @@
 
 #include "adam/adam.h"
 #include "common/cpu_math.h"
+#include "common/stochastic.h"
 
 namespace flexops::FLEXOPS_ISA {
 
@@ -94,18 +95,41 @@ static void write_copy(const TensorRow& t, const float* param, int64_t begin, in
   streaming_copy(static_cast<uint16_t*>(t.array[kAdamCopy]) + begin, bits, count * 2);
 }
 
+/// A state's block as floats: in place, or in `buffer`.
+static float* fetch_state(const TensorRow& t, AdamArray k, int64_t begin, int64_t count, float* buffer) {
+  if (t.is_f32(k)) return t.array[k] ? static_cast<float*>(t.array[k]) + begin : nullptr;
+  widen(t.type[k], t.array[k], begin, buffer, count);
+  return buffer;
+}
+
+/// Back to where it came from. `shift`: which half of the random numbers rounds it, if they do.
+static void put_state(const TensorRow& t, const AdamStep& s, AdamArray k, float* values, int64_t begin, int64_t count, int shift) {
+  if (t.is_f32(k)) return;
+  if (s.stochastic && shift >= 0 && t.type[k] == Real::bf16) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t noise = scramble(static_cast<uint32_t>(begin + i) + s.key) >> shift & 0xffffu;
+      values[i] = float_from_bits(round_to_bf16(bits_of(values[i]), noise));
+    }
+  }
+  narrow(t.type[k], values, t.array[k], begin, count);
+}
+
 static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count) {
-  alignas(64) float grads[kBlock], params[kBlock];
+  alignas(64) float grads[kBlock], params[kBlock], averages[kBlock], squares[kBlock], largest[kBlock];
   const bool is_float = t.type[kAdamParam] == Real::f32;
   const float* grad = fetch_grads(t, s, begin, count, grads);
   float* param = is_float ? static_cast<float*>(t.array[kAdamParam]) + begin : params;
   if (!is_float) widen(t.type[kAdamParam], t.array[kAdamParam], begin, param, count);
-  const auto state = [&](AdamArray k) { return static_cast<float*>(t.array[k]) + begin; };
-  if (t.array[kAdamMaxExpAvgSq]) {
-    update_block<true>(param, grad, state(kAdamExpAvg), state(kAdamExpAvgSq), state(kAdamMaxExpAvgSq), count, s);
+  float *exp_avg = fetch_state(t, kAdamExpAvg, begin, count, averages), *exp_avg_sq = fetch_state(t, kAdamExpAvgSq, begin, count, squares),
+        *max_exp_avg_sq = fetch_state(t, kAdamMaxExpAvgSq, begin, count, largest);
+  if (max_exp_avg_sq) {
+    update_block<true>(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, count, s);
   } else {
-    update_block<false>(param, grad, state(kAdamExpAvg), state(kAdamExpAvgSq), nullptr, count, s);
+    update_block<false>(param, grad, exp_avg, exp_avg_sq, nullptr, count, s);
   }
+  put_state(t, s, kAdamExpAvg, exp_avg, begin, count, 0);
+  put_state(t, s, kAdamExpAvgSq, exp_avg_sq, begin, count, 16);
+  put_state(t, s, kAdamMaxExpAvgSq, max_exp_avg_sq, begin, count, -1);
   if (t.array[kAdamCopy]) write_copy(t, param, begin, count);
   if (!is_float) narrow(t.type[kAdamParam], param, t.array[kAdamParam], begin, count);
 }

@@ -9,22 +9,28 @@
 namespace flexops {
 namespace {
 
-/// The rows that need the general kernel, or those that do not.
-template <bool general>
+using adam::Mode;
+
+Mode mode_of(const TensorRow& row) {
+  if (!row.is_f32(kAdamExpAvg) || !row.is_f32(kAdamExpAvgSq) || !row.is_f32(kAdamMaxExpAvgSq)) return Mode::narrow;
+  return multi::needs_general<adam::Rule<Mode::general>>(row) ? Mode::general : Mode::plain;
+}
+
+/// The rows that need this kernel.
+template <Mode mode>
 void step_rows(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
-  using Rule = adam::Rule<general>;
-  multi::launch_rows<Rule>(
-      kernel<adam::adam_kernel<general>>, rows, count, adam::make_numbers(options),
-      [&](int64_t i) { return multi::needs_general<adam::Rule<true>>(rows[i]) == general; }, [&](int64_t i, int) { return rows[i].step; },
-      stream);
+  multi::launch_rows<adam::Rule<mode>>(
+      kernel<adam::adam_kernel<mode>>, rows, count, adam::make_numbers(options), [&](int64_t i) { return mode_of(rows[i]) == mode; },
+      [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 
 }  // namespace
 
 const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
   multi::launch_steps(rows, count, options.found_inf, stream);
-  step_rows<false>(rows, count, options, stream);
-  step_rows<true>(rows, count, options, stream);
+  step_rows<Mode::plain>(rows, count, options, stream);
+  step_rows<Mode::general>(rows, count, options, stream);
+  step_rows<Mode::narrow>(rows, count, options, stream);
   return last_error();
 }
 

@@ -24,6 +24,7 @@ inline Numbers make_numbers(const AdamOptions& o) {
   n.weight_decay = static_cast<float>(o.weight_decay);
   n.decoupled = o.decoupled;
   n.maximize = o.maximize;
+  n.stochastic = o.stochastic;
   return n;
 }
 

@@ -15,6 +15,7 @@ struct Numbers {
   float eps;
   float weight_decay;
   bool decoupled, maximize;
+  bool stochastic;  // averages in bf16 are rounded stochastically
 };
 
 /// 1 - beta^step: what an average that began with 0 is too small by.

@@ -34,7 +34,7 @@ template <class Rule>
 inline constexpr int kChunk = kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
 
 /// A tensor's flags: two bits for each typed array, in order, and whether vector accesses are possible.
-inline constexpr u8 kFloat = 1, kBf16 = 2, kAligned = 128;
+inline constexpr u16 kFloat = 1, kBf16 = 2, kAligned = 0x8000;
 
 template <class Rule>
 __host__ __device__ constexpr bool is_typed(int k) {
@@ -57,7 +57,7 @@ struct Launch {
   struct Row {
     void* array[Rule::kArrays];
     const float* extra[Rule::kExtras > 0 ? Rule::kExtras : 1];
-    u64 numel_and_flags;  // flags in the low byte
+    u64 numel_and_flags;  // flags in the low 16 bits
   };
   static constexpr int kHints = FLEXOPS_KERNEL_PARAMETER_BYTES / 128;
   static constexpr int kTensorBytes = static_cast<int>(sizeof(Row)) + 4;
@@ -107,10 +107,10 @@ template <class Rule>
 struct Pointers {
   char* array[Rule::kArrays];
   i64 numel;
-  u8 flags;
+  u16 flags;
 
   FLEXOPS_DEVICE explicit Pointers(const typename Launch<Rule>::Row& row)
-      : numel(static_cast<i64>(row.numel_and_flags >> 8)), flags(static_cast<u8>(row.numel_and_flags)) {
+      : numel(static_cast<i64>(row.numel_and_flags >> 16)), flags(static_cast<u16>(row.numel_and_flags)) {
 #pragma unroll
     for (int k = 0; k < Rule::kArrays; ++k) array[k] = static_cast<char*>(row.array[k]);
   }
@@ -124,6 +124,7 @@ struct Pointers {
 template <class Rule>
 struct Element {
   float at[Rule::kArrays];
+  u32 index;  // in its tensor, modulo 2^32
 };
 
 /// kVector elements of every array on their way from memory and back: neighbours (step 1), or `step` apart for tensors that are not
@@ -184,6 +185,7 @@ struct Elements {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       Element<Rule> e;
+      e.index = static_cast<u32>(at + i * kStep);
 #pragma unroll
       for (int k = 0; k < Rule::kArrays; ++k) e.at[k] = x[k][i];
       Rule::update(e, s, f, p, sums, at + i * kStep < end);

@@ -27,7 +27,7 @@ bool needs_general(const TensorRow& row) {
 }
 
 template <class Rule>
-uint8_t make_flags(const TensorRow& row) {
+uint16_t make_flags(const TensorRow& row) {
   bool aligned = true;  // 16-bit data is read 8 bytes at a time, fp32 16 bytes; null is aligned
   int flags = 0;
   for (int k = 0; k < Rule::kArrays; ++k) {
@@ -35,7 +35,7 @@ uint8_t make_flags(const TensorRow& row) {
     aligned = aligned && (reinterpret_cast<uintptr_t>(row.array[k]) & (wide ? 15 : 7)) == 0;
     if (typed) flags |= (wide ? kFloat : row.type[k] == Real::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
   }
-  return static_cast<uint8_t>(flags | (aligned ? kAligned : 0));
+  return static_cast<uint16_t>(flags | (aligned ? kAligned : 0));
 }
 
 /// Where to begin the search for a block's tensor.
@@ -77,7 +77,7 @@ void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, in
     if (pack.count == Launch<Rule>::kCapacity || pack.first_chunk[pack.count] + chunks > kMostBlocks) flush();
     const int at = pack.count++;
     pack.first_chunk[at + 1] = pack.first_chunk[at] + chunks;
-    pack.row[at].numel_and_flags = static_cast<u64>(row.numel) << 8 | make_flags<Rule>(row);
+    pack.row[at].numel_and_flags = static_cast<u64>(row.numel) << 16 | make_flags<Rule>(row);
     for (int k = 0; k < Rule::kArrays; ++k) pack.row[at].array[k] = row.array[k];
     for (int e = 0; e < Rule::kExtras; ++e) pack.row[at].extra[e] = extra(i, e);
   }

@@ -12,7 +12,7 @@ from torch import Tensor
 from ._register import is_dense
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What parameters, gradients and copies may be. Steps, and states that are not quantized, are float32."""
+"""What parameters, gradients, copies and Adam's averages may be. Steps, and other states that are not quantized, are float32."""
 
 Lists = Mapping[str, tuple[Sequence[Any], tuple[torch.dtype, ...]]]
 """An op's lists by name, the parameters first, each with the dtypes that it may hold."""
@@ -170,6 +170,31 @@ class Writer:
             value = value / grad_scale.reshape(())
             self.put(grad, value)
         return -value if maximize else value
+
+
+def scramble(x: Tensor) -> Tensor:
+    """As in csrc/common/stochastic.h, on int64 that holds 32 bits."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ x >> shift) * factor) & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def step_noise(step: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """32 random bits, in int64, for each element of tensors of one shape: from the step's number and where in memory an element comes."""
+    first = tensors[0]
+    count = torch.arange(first.numel(), device=first.device)
+    if len({tensor.stride() for tensor in tensors}) == 1 and torch.empty_like(first).stride() == first.stride():  # not row-major, but dense
+        places = torch.empty_strided(first.shape, first.stride(), dtype=torch.int64, device=first.device)
+        places.as_strided((first.numel(),), (1,)).copy_(count)
+    else:
+        places = count.view(first.shape)
+    return scramble((places + scramble(step.reshape(()).long())) & 0xFFFFFFFF)
+
+
+def round_to_bfloat16(value: Tensor, noise: Tensor) -> Tensor:
+    """float32 to one of its neighbours in bfloat16, to each as likely as it is near; ``noise`` is uniform below 2**16."""
+    rounded = ((value.view(torch.int32) + noise.to(torch.int32)) & -65536).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value).bfloat16()
 
 
 def largest_difference(device: str, states: int, steps: Sequence[Callable[..., object]]) -> float:

@@ -13,13 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import (
+    PARAM_DTYPES,
+    Lists,
+    Writer,
+    call_lists,
+    check_lists,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    nothing,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+)
 from ._register import define
 
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
 _NUMBERS = (
     "float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize, bool decoupled, "
-    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None"
+    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic=False"
 )
 _LIST_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "copies")
 
@@ -42,6 +57,7 @@ def adam_(
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     """Make one Adam step (AdamW with ``decoupled``) on every parameter, in place.
 
@@ -62,8 +78,9 @@ def adam_(
     Args:
         params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
         grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
-        exp_avgs, exp_avg_sqs: float32, of their parameters' shapes, written.
-        max_exp_avg_sqs: with ``amsgrad``, float32 and of their parameters' shapes, written; without, ignored.
+        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written. The step takes them before they
+            are rounded.
+        max_exp_avg_sqs: with ``amsgrad``, like ``exp_avg_sqs``; without, ignored.
         state_steps: float32 tensors of one element, or one contiguous tensor of as many as there are parameters (which costs the host less): how
             many steps were made before; incremented.
         lr: learning rate. A float32 tensor of one element on the parameters' device is read when the step runs, so it can change under a captured
@@ -76,13 +93,16 @@ def adam_(
         decoupled: AdamW.
         grad_scale: float32, one element: what the gradients were multiplied by.
         found_inf: float32, one element: nonzero means that nothing at all is done, steps included.
+        stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours, to each as likely as it is near: to nearest, an
+            average forgets nothing that is less than half of a unit in its last place, as is each step of one with ``beta2 = 0.999``. The random
+            numbers follow from the step's number and the element's place in its tensor alone, so every run and device draws the same.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
-    _call(torch.ops.flexops.adam_, "adam_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
+    _call(torch.ops.flexops.adam_, "adam_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
 
 
 def adam_copy_(
@@ -104,6 +124,7 @@ def adam_copy_(
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     """Make the step of :func:`adam_` and, in the same pass over memory, write each new parameter into ``copies`` as well.
 
@@ -117,7 +138,8 @@ def adam_copy_(
         TypeError, ValueError: as for :func:`adam_`.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)
-    _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
+    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
+    _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, *numbers, grad_scale, found_inf, stochastic)
 
 
 def _call(
@@ -134,13 +156,14 @@ def _call(
     decoupled: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    stochastic: bool,
 ) -> None:
     lists = listed(name, **dict(zip(_LIST_NAMES, sequences, strict=False)))
     check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     numbers |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
-    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf)
+    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf, stochastic=stochastic)
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
     call_lists(call, lists, written, lambda: _check(name, lists, amsgrad, tensor, grad_scale, found_inf))
 
@@ -148,7 +171,7 @@ def _call(
 def _check(name: str, lists: list[list[Tensor]], amsgrad: bool, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Raise if the tensors do not fit together, naming the first that does not."""
     wanted: Lists = {
-        label: (tensors, PARAM_DTYPES if label in ("params", "grads", "copies") else (torch.float32,))
+        label: (tensors, (torch.float32,) if label == "state_steps" else PARAM_DTYPES)
         for label, tensors in zip(_LIST_NAMES, lists, strict=False)  # adam_ has no copies
         if amsgrad or label != "max_exp_avg_sqs"
     }
@@ -167,6 +190,7 @@ def _reference_step(
     decoupled: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    stochastic: bool,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
     writer = Writer(found_inf)
@@ -181,14 +205,17 @@ def _reference_step(
             value = value * (1 - lr * weight_decay)
         elif weight_decay:
             grad = grad + weight_decay * value
-        exp_avg = exp_avgs[i].lerp(grad, 1 - beta1)
-        exp_avg_sq = exp_avg_sqs[i] * beta2 + (1 - beta2) * grad * grad
-        largest = torch.maximum(max_exp_avg_sqs[i], exp_avg_sq) if amsgrad else exp_avg_sq
+        exp_avg = exp_avgs[i].float().lerp(grad, 1 - beta1)
+        exp_avg_sq = exp_avg_sqs[i].float() * beta2 + (1 - beta2) * grad * grad
+        largest = torch.maximum(max_exp_avg_sqs[i].float(), exp_avg_sq) if amsgrad else exp_avg_sq
         count = step.double().reshape(())  # in float32, 1 - beta2 ** step would lose digits in the first steps
         step_size, root = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
         value = value - step_size * exp_avg / (largest.sqrt() / root + eps)
-        put(exp_avgs[i], exp_avg)
-        put(exp_avg_sqs[i], exp_avg_sq)
+        for half, (state, average) in enumerate(((exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq))):
+            if stochastic and state.dtype == torch.bfloat16:
+                noise = step_noise(step, [tensors[i] for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, *copies) if tensors])
+                average = round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
+            put(state, average)
         if amsgrad:
             put(max_exp_avg_sqs[i], largest)
         put(param, value)
@@ -199,7 +226,7 @@ def _reference_step(
 def _reference(name: str, lists: list[list[Tensor]], lr: float, lr_tensor: Tensor | None, *rest: Any) -> None:
     if not lists[0]:
         return
-    amsgrad, (grad_scale, found_inf) = rest[4], rest[-2:]
+    amsgrad, (grad_scale, found_inf) = rest[4], rest[-3:-1]
     _check(name, lists, amsgrad, lr_tensor, grad_scale, found_inf)
     _reference_step(lists, lr if lr_tensor is None else lr_tensor.reshape(()), *rest)
 
@@ -222,9 +249,10 @@ def _adam_reference(
     lr_tensor: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
-    _reference("adam_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
+    _reference("adam_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
 
 
 def _adam_copy_reference(
@@ -246,9 +274,10 @@ def _adam_copy_reference(
     lr_tensor: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, copies]
-    _reference("adam_copy_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf)
+    _reference("adam_copy_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
 
 
 define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", _adam_reference, nothing)

@@ -169,6 +169,10 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             handle.remove()
         self._restore_precision(seen[-1])
 
+    def _state_dtype_of(self, _param: Tensor) -> torch.dtype:
+        """What states that are no codes are kept in."""
+        return torch.float32
+
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
         """torch has cast the states to their parameters' dtypes, which throws digits (or the meaning of codes) away: take the saved ones."""
         for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -178,7 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                         self.state[param][name] = torch.as_tensor(value).to(device=param.device, dtype=torch.float32)
                     elif isinstance(value, Tensor):
                         original = state_dict["state"][saved][name]
-                        wanted = torch.float32 if original.is_floating_point() else original.dtype
+                        wanted = self._state_dtype_of(param) if original.is_floating_point() else original.dtype
                         if value.dtype != wanted and not param.is_complex():
                             self.state[param][name] = original.to(device=param.device, dtype=wanted, copy=True)
         self._joined = {}
@@ -281,9 +285,9 @@ def run(op: Any, *args: Any, **numbers: Any) -> Any:
         return builtin(op)(*args, **numbers)
 
 
-def full_state(param: Tensor, value: float = 0.0) -> Tensor:
-    """A float32 state of the parameter's shape, layout and placement; of a complex parameter, complex."""
-    dtype = param.dtype if param.is_complex() else torch.float32
+def full_state(param: Tensor, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A state of the parameter's shape, layout and placement; of a complex parameter, complex."""
+    dtype = param.dtype if param.is_complex() else dtype
     return torch.full_like(param, complex(value, value) if param.is_complex() else value, dtype=dtype, memory_format=torch.preserve_format)
 
 

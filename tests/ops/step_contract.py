@@ -52,6 +52,7 @@ class Step:
         options: options of the class that mean the same as ``numbers``, except ``lr``.
         bad_numbers: names of numbers that must not be negative.
         operator: its name; the family's with a ``_``, unless told.
+        any_width: lists of float32 that may also be bfloat16 or float16.
     """
 
     family: str
@@ -63,6 +64,7 @@ class Step:
     options: dict[str, Any] = field(default_factory=dict)
     bad_numbers: tuple[str, ...] = ("lr", "weight_decay")
     operator: str = ""
+    any_width: tuple[str, ...] = ()
 
 
 def make_lists(step: Step, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str, *, shapes: list[Any] = SHAPES, seed: int = 0) -> Lists:
@@ -317,7 +319,8 @@ class StepContract:
                 lists = self.lists("cpu")
                 before = lists[0][0].clone()
                 lists[position][1] = lists[position][1].double()
-                accepted = "float32, bfloat16 or float16, got float64" if dtype is None else "float32" if "scale" in name else f"{dtype}, got float64"
+                any_width = dtype is None or name in self.step.any_width
+                accepted = "float32, bfloat16 or float16, got float64" if any_width else "float32" if "scale" in name else f"{dtype}, got float64"
                 with pytest.raises(TypeError) as caught:
                     backend(lists)
                 assert f"flexops::{self.step.family}" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -28,10 +29,12 @@ from torch import Tensor
 
 import flexops
 from flexops import optim
+from flexops.bench.reference import OnReference
 from flexops.op_builder import loader
 
 LISTS = {"params": None, "grads": None, "exp_avgs": torch.float32, "exp_avg_sqs": torch.float32}
 NUMBERS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 BAD_NUMBERS = ("lr", "weight_decay", "eps")
 OPTIONS = {"betas": (0.9, 0.999), "weight_decay": 0.1}
 TORCH_OPTIONS: list[dict[str, Any]] = [
@@ -67,7 +70,7 @@ def copying(*lists: Any, **numbers: Any) -> None:
 
 
 class TestAdam(TorchStepContract):
-    step = Step("adam", without_amsgrad, LISTS | {"state_steps": torch.float32}, NUMBERS, optim.Adam, exact, OPTIONS, BAD_NUMBERS)
+    step = Step("adam", without_amsgrad, LISTS | {"state_steps": torch.float32}, NUMBERS, optim.Adam, exact, OPTIONS, BAD_NUMBERS, any_width=STATES)
     oracle = torch.optim.Adam
     torch_options = TORCH_OPTIONS
 
@@ -84,6 +87,7 @@ class TestAdamW(TorchStepContract):
         exact,
         OPTIONS,
         BAD_NUMBERS,
+        any_width=STATES,
     )
     oracle = torch.optim.AdamW
     torch_options = TORCH_OPTIONS
@@ -100,6 +104,7 @@ class TestCopies(StepContract):
         OPTIONS,
         BAD_NUMBERS,
         operator="adam_copy_",
+        any_width=STATES,
     )
 
     def test_complex_parameters_step_as_pairs(self) -> None:
@@ -199,8 +204,8 @@ def test_copies_of_parameters_that_come_later() -> None:
 def test_the_native_operator_refuses_wrong_tensors_by_itself() -> None:
     lists = make_lists(TestAdam.step, torch.float32, torch.float32, "cpu")
     assert loader.ensure("adam", "cpu")
-    lists[2][1] = lists[2][1].half()
-    with pytest.raises(RuntimeError, match=r"flexops::adam_: exp_avgs\[1\] must be float32, got float16"):
+    lists[2][1] = lists[2][1].double()
+    with pytest.raises(RuntimeError, match=r"flexops::adam_: exp_avgs\[1\] must be float32, bfloat16 or float16, got float64"):
         torch.ops.flexops.adam_(*lists[:4], [], lists[4], **NUMBERS, amsgrad=False, maximize=False, decoupled=False)
 
 
@@ -241,3 +246,199 @@ def test_tensor_subclass_gradients_of_distributed_tensors() -> None:
         assert type(optimizers[0].state[param]["exp_avg"]) is type(param.data)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# --- states of 16 bits --------------------------------------------------------------------------------------------------------------------------
+
+
+def narrow_lists(dtype: torch.dtype, state_dtype: torch.dtype, device: str, amsgrad: bool) -> Lists:
+    lists = make_lists(TestAdamW.step, dtype, dtype, device)
+    for at in (2, 3, 4):
+        lists[at] = [state.to(state_dtype) for state in lists[at]] if amsgrad or at < 4 else []
+    return lists
+
+
+@ON_BOTH
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_narrow_states_are_the_references(dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, amsgrad: bool, device: str) -> None:
+    """Rounded the same way: other random numbers would give another neighbour to every second element."""
+    lists = narrow_lists(dtype, state_dtype, device, amsgrad)
+    plain, copies = clone(lists), [torch.zeros_like(param, dtype=torch.float32) for param in lists[0]]
+    numbers: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "amsgrad": amsgrad, "decoupled": True, "stochastic": stochastic}
+    differ = total = apart = 0
+    for _ in range(3):
+        flexops.adam_copy_(*lists, copies, **numbers)
+        with OnReference():
+            flexops.adam_(*plain, **numbers)
+        for written, expected in zip(lists[0] + lists[5], plain[0] + plain[5], strict=True):
+            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())  # where a state went to its other neighbour
+        for one, other in zip(lists[2] + lists[3], plain[2] + plain[3], strict=True):
+            differ, total = differ + int((one != other).sum()), total + one.numel()
+    assert differ < total / 100, f"{differ} of {total}"
+    assert apart < total / 1000, f"{apart} of {total}"
+
+
+@ON_BOTH
+def test_stochastic_rounding_goes_by_the_place_in_memory(device: str) -> None:
+    """Of a transposed parameter, too; one that lies in pieces is counted row by row."""
+    for make in (lambda x: x, lambda x: x.t().contiguous().t(), lambda x: torch.cat([x, x], 1)[:, : x.shape[1]]):
+        results = []
+        for where in (device, "reference"):
+            place = "cpu" if where == "reference" else where
+            generator = torch.Generator().manual_seed(0)
+            param, grad = (make(torch.randn(30, 50, generator=generator)).to(place) for _ in range(2))
+            states = [torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2)]
+            count = torch.zeros((), device=place)
+            with OnReference() if where == "reference" else contextlib.nullcontext():
+                for _ in range(3):
+                    flexops.adam_([param], [grad], [states[0]], [states[1]], [], [count], lr=0.01, stochastic=True)
+            results.append(torch.stack([state.cpu() for state in states]))
+        assert (results[0] != results[1]).float().mean() < 0.01
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    """An average that gets the same gradient each time; to the nearest, 0.999 of it and 0.001 of the new square are the old one for ever."""
+    size = 4096
+    for stochastic, bound in ((True, 0.01), (False, None)):
+        param, grad = torch.zeros(size), torch.full((size,), 1.7)
+        m, v, count = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16), torch.zeros(())
+        for _ in range(700):
+            flexops.adam_([param], [grad], [m], [v], [], [count], lr=0.0, stochastic=stochastic)
+        found, wanted = v.double().mean(), 1.7**2 * (1 - 0.999**700)
+        error = float((found - wanted).abs() / wanted)
+        assert error < bound if bound else error > 0.1, (stochastic, error)
+        assert not stochastic or v.unique().numel() > 5
+
+
+@pytest.mark.parametrize("backend", ["op", "reference"])
+def test_stochastic_rounding_keeps_what_is_no_number(backend: str) -> None:
+    grad = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0, 0.0])
+    param, m, v = torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)
+    with OnReference() if backend == "reference" else contextlib.nullcontext():
+        flexops.adam_([param], [grad], [m], [v], [], [torch.zeros(())], lr=0.1, stochastic=True)
+    assert m[0] == torch.inf
+    assert m[1] == -torch.inf
+    assert m[2].isnan()
+    assert v[:2].isinf().all()
+    assert v[2].isnan()
+    assert m[3:].isfinite().all()
+    assert m[4] == v[4] == 0.0
+
+
+def test_nothing_is_done_to_narrow_states_after_an_overflow() -> None:
+    lists = narrow_lists(torch.bfloat16, torch.bfloat16, "cpu", True)
+    before = clone(lists)
+    for reference in (False, True):
+        with OnReference() if reference else contextlib.nullcontext():
+            flexops.adam_(*lists, lr=0.1, amsgrad=True, stochastic=True, grad_scale=torch.full((), 2.0), found_inf=torch.ones(()))
+        for written, kept in zip(lists, before, strict=True):
+            assert all(map(torch.equal, written, kept))
+
+
+STATE_DTYPES = [None, "param", torch.float32, torch.bfloat16, torch.float16]
+
+
+@ON_BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_states_are_of_the_dtype_that_is_asked_for(state_dtype: torch.dtype | str | None, dtype: torch.dtype, device: str) -> None:
+    """And a state dict goes on where it was saved, bit for bit."""
+    params, expected = make_params(device, dtype), make_params(device, dtype)
+    make = functools.partial(optim.AdamW, lr=0.01, amsgrad=True, state_dtype=state_dtype)
+    optimizer, oracle = make(params), make(expected)
+    wanted = dtype if state_dtype == "param" else state_dtype or torch.float32
+    for step in range(4):
+        if step == 2:
+            saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+            optimizer = make(params)
+            optimizer.load_state_dict(saved)
+            optimizer = pickle.loads(pickle.dumps(optimizer))
+            params = optimizer.param_groups[0]["params"]
+        for each in (params, expected):
+            set_grads(each, seed=step)
+        optimizer.step()
+        oracle.step()
+        for param in params:
+            assert {optimizer.state[param][name].dtype for name in STATES_OF_CLASS} == {wanted}
+            assert optimizer.state[param]["step"].dtype == torch.float32
+    for left, right in zip(params, expected, strict=True):
+        assert torch.equal(left, right)
+
+
+STATES_OF_CLASS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_states_of_others_are_taken_over(state_dtype: torch.dtype | str | None, dtype: torch.dtype) -> None:
+    """Torch's own, which are of the parameters' dtype, and those of each dtype of ours; and back to torch's."""
+    params = make_params("cpu", dtype)
+    for other in (functools.partial(torch.optim.AdamW), *(functools.partial(optim.AdamW, state_dtype=each) for each in STATE_DTYPES)):
+        source = other(params, lr=0.01, amsgrad=True)
+        set_grads(params, seed=0)
+        source.step()
+        optimizer = optim.AdamW(params, lr=0.01, amsgrad=True, state_dtype=state_dtype)
+        optimizer.load_state_dict(source.state_dict())
+        wanted = dtype if state_dtype == "param" else state_dtype or torch.float32
+        for param in params:
+            for name in STATES_OF_CLASS:
+                assert optimizer.state[param][name].dtype == wanted
+                torch.testing.assert_close(optimizer.state[param][name], source.state[param][name].to(wanted))
+        optimizer.step()
+        back = torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+        back.load_state_dict(optimizer.state_dict())
+        back.step()
+
+
+def test_complex_parameters_keep_complex_states() -> None:
+    param = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
+    optimizer = optim.AdamW([param], state_dtype=torch.bfloat16)
+    for _ in range(2):
+        param.grad = torch.randn(9, dtype=torch.complex64)
+        optimizer.step()
+        assert optimizer.state[param]["exp_avg"].dtype == torch.complex64
+
+
+def test_copies_beside_narrow_states() -> None:
+    params = make_params("cpu")
+    optimizer = optim.AdamW(params, lr=0.01, state_dtype=torch.bfloat16, copies=torch.bfloat16)
+    alone = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    without = optim.AdamW(alone, lr=0.01, state_dtype=torch.bfloat16)
+    for step in range(3):
+        for each in (params, alone):
+            set_grads(each, seed=step)
+        optimizer.step()
+        without.step()
+    for param, other in zip(params, alone, strict=True):
+        assert torch.equal(param, other)
+        assert torch.equal(optimizer.copies[param], param.bfloat16())
+
+
+def test_no_other_state_dtype() -> None:
+    with pytest.raises(ValueError, match=r"AdamW: state_dtype must be None, 'param', .*got torch.int8"):
+        optim.AdamW(make_params("cpu"), state_dtype=torch.int8)
+
+
+def test_a_thousand_steps_with_states_of_16_bits() -> None:
+    """A regression on batches, whose noise makes up the gradients: where it ends, beside where float32 states end. docs/training.md has a transformer."""
+
+    def trained(**options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        truth = torch.randn(32, 8, generator=generator)
+        weight = torch.nn.Parameter(torch.zeros(32, 8))
+        optimizer = optim.AdamW([weight], lr=1e-3, weight_decay=0.0, **options)
+        for _ in range(1000):
+            x = torch.randn(4, 32, generator=generator)
+            weight.grad = x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            optimizer.step()
+        return weight.detach()
+
+    wide = trained()
+    stochastic, nearest = (
+        float((trained(state_dtype=torch.bfloat16, stochastic_rounding=each) - wide).norm() / wide.norm()) for each in (True, False)
+    )
+    assert stochastic < 0.02
+    assert nearest > 2 * stochastic
