@@ -111,8 +111,9 @@ def bind(signature: Signature, schema: Schema, options: Options, reference: Func
     tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
     typed = tuple((one.name, one.type) for one in signature.parameters if one.pointer and one.name in tensors)
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
+    launch = list(_run(signature, schema, options, bound, known))
     pieces = {
-        "run": _run(signature, schema, options, bound, known),
+        "run": launch,
         "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
         "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
         "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
@@ -120,7 +121,7 @@ def bind(signature: Signature, schema: Schema, options: Options, reference: Func
     }
     declared = ", ".join(map(_declared, schema.arguments))
     text = "".join(f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines) for name, lines in pieces.items() if lines)
-    return bound._replace(text=text + _call(schema))
+    return bound._replace(text=text + _call(schema, launch))
 
 
 def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
@@ -279,7 +280,7 @@ def _dimensions(label: str, given: Any, schema: Schema, functions: dict[str, Any
     text = _evaluated(f"{label}_of", given, schema, functions, known)
     yield f"{label} = {text}"
     yield f"if type({label}) is int: {names} = {label}, 1, 1"
-    yield f"else: {names} = (*{label}, 1, 1)[:3]"
+    yield f"else: {names} = _three({label.strip('_')!r}, {label})"
 
 
 def _key(schema: Schema, bound: Bound, first: str) -> str:
@@ -291,8 +292,8 @@ def _key(schema: Schema, bound: Bound, first: str) -> str:
     return ", ".join([*pieces, *(text for _, text in bound.template)])
 
 
-def _call(schema: Schema) -> str:
-    """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it."""
+def _call(schema: Schema, launch: Iterable[str]) -> str:
+    """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it. The launch stands in it once more: a call costs."""
     positional = [_declared(argument) for argument in schema.arguments if not argument.keyword_only]
     keywords = [_declared(argument) for argument in schema.arguments if argument.keyword_only]
     declared = ", ".join(["_self", *positional, *(["*", *keywords] if keywords else [])])
@@ -309,7 +310,7 @@ def _call(schema: Schema) -> str:
         f"    if {' or '.join(conditions)}:\n"
         f"        return _op({forwarded})\n"
         f"    try:\n"
-        f"        return run({names})\n"
+        f"{''.join(f'        {line}' + chr(10) for line in launch)}"
         f"    except _MISSING as error:\n"
         f"        return _fall_back(error, ({names},))\n"
     )

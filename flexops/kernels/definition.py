@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 import sys
 import threading
@@ -167,7 +168,7 @@ class _Code:
             **bound.functions,
             **{f"_default_{one.name}": one.default for one in schema.arguments if one.has_default},
             "_kernels": self._kernels, "_prepare": self._prepare, "_allow": self._allow, "_explain": self._explain, "_failed": self._failed,
-            "_refuse_strides": self._refuse_strides, "_fall_back": self._fall_back, "_MISSING": (ToolchainError, NativeUnavailableError),
+            "_refuse_strides": self._refuse_strides, "_three": self._three, "_fall_back": self._fall_back, "_MISSING": (ToolchainError, NativeUnavailableError),
             "_NOT_PACKED": (struct.error, OverflowError, TypeError), "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
             "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
             "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
@@ -235,9 +236,13 @@ class _Code:
 
     def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> int:
         """The kernel for a combination of dtypes that is new: everything that can be wrong with tensors is looked at here, and only here."""
+        first = next(tensor.name for tensor in self.schema.tensors if not tensor.optional)
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.get_device() != device:
-                raise ValueError(f"{self.schema.name}: {name} must be on the device of {self.schema.tensors[0].name}, got {value.device}")
+                raise ValueError(f"{self.schema.name}: {name} must be on the device of {first}, got {value.device}")
+        for name in () if self.options.strided else self.schema.results:
+            if not arguments[name].is_contiguous():
+                raise ValueError(f"{self.schema.name}: the result {name} must be contiguous, as out= makes it; or strided=True")
         expression = self._expression(arguments, values)
         if torch.version.hip:
             raise ToolchainError(f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not", fix="reference=<a function in plain PyTorch>")
@@ -275,6 +280,15 @@ class _Code:
             except RuntimeError as error:
                 raise RuntimeError(f"{self.schema.name}: {size} bytes of dynamic shared memory: {error}: a GPU of this kind has not so much") from None
             self._allowed[loaded, device] = size
+
+    def _three(self, what: str, given: Any) -> tuple[int, int, int]:
+        """What a function gave for grid or block, as three numbers."""
+        values = list(given) if isinstance(given, (tuple, list)) else [given]
+        try:
+            x, y, z = (*map(operator.index, values), *(1,) * (3 - len(values)))
+        except (TypeError, ValueError):
+            raise TypeError(f"{self.schema.name}: {what} must be a whole number, or up to three of them, got {given!r}") from None
+        return x, y, z
 
     def _refuse_strides(self, name: str) -> NoReturn:
         raise ValueError(f"{self.schema.name}: {name} is written in place and must be contiguous; or strided=True, and a kernel that knows strides")

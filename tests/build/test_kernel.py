@@ -130,6 +130,45 @@ def test_a_launch_gets_what_the_schema_says(driver: FakeDriver) -> None:
     assert (out.dtype, out.shape) == (x.dtype, x.shape)
 
 
+class Pretending(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver: FakeDriver) -> None:
+    asked: list[str] = []
+
+    def reference(x: Tensor, factor: float) -> Tensor:
+        asked.append("dispatcher")
+        return x * factor
+
+    scale = flexops.kernel(SCALE, SCHEMA, reference=reference)
+    scale._code.names["_PLAIN"] = frozenset({Pretending})
+    x = torch.ones(1000).as_subclass(Pretending)
+    out = scale(x, factor=2.5)
+    assert driver.parameters("<QQf4xq") == (x.data_ptr(), out.data_ptr(), 2.5, 1000)
+    assert asked == []
+    with torch.no_grad():
+        scale(x.detach().as_subclass(Pretending).requires_grad_(), 1.0)
+    assert asked == []
+    before = driver.last.launches
+    scale(torch.ones(3), 1.0)
+    scale(x.detach().as_subclass(Pretending).requires_grad_(), 1.0)
+    assert asked == ["dispatcher"] * 2
+
+    class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        scale(x, 1.0)
+    assert "build_kernels.scale.default" in asked
+    assert driver.last.launches == before
+
+
 def test_each_dtype_is_compiled_once_and_found_again(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = flexops.kernel(SCALE, SCHEMA)
     for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
@@ -196,6 +235,13 @@ def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
     ):
         with pytest.raises(error, match=said):  # type: ignore[call-overload]
             pick(*args)
+    for grid in (lambda x: x.numel() / 2, lambda x: (1, 1, 1, x.numel()), lambda x: x):
+        odd = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", grid=grid)
+        with pytest.raises(TypeError, match="pick: grid must be a whole number, or up to three of them, got"):
+            launched(odd)(x, 0, 0)
+    askew = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", out=lambda x: x.new_empty(2, 3).t())
+    with pytest.raises(ValueError, match="pick: the result out must be contiguous"):
+        launched(askew)(x, 0, 0)
     huge = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", grid=lambda: 2**32)
     with pytest.raises(ValueError, match="pick: grid cannot be 4294967296"):
         launched(huge)(x, 0, 0)
