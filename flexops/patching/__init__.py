@@ -2,5 +2,6 @@
 
 from .apply import patch as patch
 from .apply import unpatch as unpatch
+from .hub import kernel_mapping as kernel_mapping
 from .report import Report as Report
 from .report import Row as Row

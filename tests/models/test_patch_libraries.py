@@ -211,6 +211,26 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["patch", str(tmp_path / "nowhere")], catch_exceptions=False)
 
 
+# ---- HF's kernels ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["TRAINING", "INFERENCE"])
+def test_kernelize_takes_our_mapping(name: str, mode: str) -> None:
+    import kernels
+
+    model, inputs = tiny.model(name), tiny.batch(name)
+    expected = results(model, inputs)
+    calls: list[str] = []
+    original = flexops.patching.hub.rms_norm
+    with pytest.MonkeyPatch.context() as patched, kernels.use_kernel_mapping(flexops.patching.kernel_mapping(), inherit_mapping=False):
+        patched.setattr(flexops.patching.hub, "rms_norm", lambda *args: (calls.append("rms_norm"), original(*args))[1])
+        model = kernels.kernelize(model.train(mode == "TRAINING"), mode=getattr(kernels.Mode, mode), device="cpu")
+        differences = distance(results(model, inputs), expected)
+    assert max(differences.values()) < 2e-5, differences
+    assert len(calls) == sum(type(part).__name__.endswith("RMSNorm") for part in model.modules())
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +300,8 @@ def test_rotary_tables_stay_float32_and_out_of_checkpoints() -> None:
     for a, b in zip(rotary(query, key), expected, strict=True):
         assert a.equal(b)
     angle = torch.arange(32.0)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-    q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(query[..., :8], key[..., :8], *(f(angle).repeat(1, 2)[None] for f in (torch.cos, torch.sin)))
+    tables = (table.repeat(1, 2)[None] for table in (angle.cos(), angle.sin()))
+    q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(query[..., :8], key[..., :8], *tables)
     torch.testing.assert_close(expected[0][..., :8], q)
     torch.testing.assert_close(expected[1][..., :8], k)
     torch.testing.assert_close(rotary(query, key, torch.arange(32).flip(0))[0][..., 8:], query[..., 8:])
