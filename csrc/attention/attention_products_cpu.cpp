@@ -44,12 +44,7 @@ FLEXOPS_PAIRS static void multiply_part(const Product& x, int64_t row, int64_t c
   const float* FLEXOPS_RESTRICT right = x.right + column;
   float* FLEXOPS_RESTRICT out = x.out + row * x.out_row + column;
   const int64_t left_row = x.left_row, left_step = x.left_step, right_step = x.right_step;
-  Floats sum[kM][kN];
-#pragma GCC unroll 8
-  for (int i = 0; i < kM; ++i) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kN; ++j) sum[i][j] = x.add ? load_floats(out + i * x.out_row + j * kLanes) : Floats{};
-  }
+  Floats sum[kM][kN] = {};
   for (int64_t step = x.steps; step > 0; --step, left += left_step, right += right_step) {
     Floats b[kN];
 #pragma GCC unroll 8
@@ -59,6 +54,13 @@ FLEXOPS_PAIRS static void multiply_part(const Product& x, int64_t row, int64_t c
       const Floats a = broadcast(left + i * left_row);
 #pragma GCC unroll 8
       for (int j = 0; j < kN; ++j) multiply_add<kPairs>(sum[i][j], a, b[j]);
+    }
+  }
+  if (x.add) {  // at last: sums of sums err less than one long sum
+#pragma GCC unroll 8
+    for (int i = 0; i < kM; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kN; ++j) sum[i][j] += load_floats(out + i * x.out_row + j * kLanes);
     }
   }
 #pragma GCC unroll 8
