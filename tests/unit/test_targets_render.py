@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -130,3 +131,36 @@ def test_an_installed_package_has_nothing_to_render(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(render, "__file__", str(tmp_path / "flexops" / "targets" / "render.py"))
     with pytest.raises(TargetError, match="not a checkout"):
         render.checkout()
+
+
+ARGUMENTS = r"^ARG (\w+)"
+
+
+def test_development_containers_are_the_dockerfiles_stage_for_it() -> None:
+    matrix = targets.load()
+    found = {path.parent.name: path for path in (ROOT / ".devcontainer").glob("*/devcontainer.json")}
+    assert set(found) == {row.toolkit_name for row in matrix.targets}
+    for name, path in found.items():
+        document = json.loads(path.read_text().partition("\n")[2])
+        build = document["build"]
+        dockerfile = (path.parent / build["dockerfile"]).resolve()
+        assert dockerfile.parent == ROOT / "docker"
+        assert (path.parent / build["context"]).resolve() == ROOT
+        text = dockerfile.read_text()
+        assert f" AS {build['target']}\n" in text
+        assert set(build["args"]) <= set(re.findall(ARGUMENTS, text, re.MULTILINE))
+        row = matrix.find(build["args"]["TARGET"])
+        assert row.toolkit_name == name
+        assert set(row.capabilities) <= set(build["args"]["ARCH_LIST"].split(";"))
+        assert document["remoteUser"] in (ROOT / "docker/make_user.sh").read_text()
+
+
+def test_compose_has_a_service_for_each_row_and_starts_none_unasked() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    services = re.findall(r"^  ([\w-]+):\n    image: flexops:(\S+)\n    profiles: \[(\S+)\]\n", text, re.MULTILINE)
+    assert services == [(row.id, row.id, row.id) for row in targets.load().targets]
+    for row in targets.load().targets:
+        own = text.partition(f"\n  {row.id}:\n")[2].partition("\n\n")[0]
+        dockerfile = (ROOT / re.findall(r"dockerfile: (\S+)", own)[0]).read_text()
+        assert set(re.findall(r"^        (\w+):", own, re.MULTILINE)) <= set(re.findall(ARGUMENTS, dockerfile, re.MULTILINE))
+        assert ("driver: nvidia" in own, "/dev/kfd" in own) == (row.accelerator == "cuda", row.accelerator == "rocm")
