@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
@@ -163,8 +164,19 @@ def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Ten
 # ---- feed-forward blocks -----------------------------------------------------------------------------------------------------------------------
 
 
-def _gate(kind: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind)  # type: ignore[arg-type]
+def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
+    """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward pass, but worked out again from gate and up."""
+    if _is_bare(down):
+        if kind == "silu":
+            return swiglu_linear(gate, up, down.weight, down.bias)
+        return geglu_linear(gate, up, down.weight, down.bias, approximate=kind)
+    return down(swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind))
+
+
+def _is_bare(linear: Any) -> bool:
+    """Whether its weight and bias are all there is to it."""
+    bare = type(linear) is nn.Linear and "forward" not in linear.__dict__ and not linear._forward_hooks and not linear._forward_pre_hooks
+    return bare and type(linear.weight) is nn.Parameter and not linear._backward_hooks and is_plain(linear.bias)
 
 
 @replacement
@@ -173,7 +185,7 @@ def gated_mlp(module: Any, x: Tensor, *, kind: str) -> Any:
     gate, up = module.gate_proj(x), module.up_proj(x)
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
-    return module.down_proj(_gate(kind, gate, up))
+    return _down(module.down_proj, kind, gate, up)
 
 
 @replacement
@@ -182,20 +194,14 @@ def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str) -> Any:
     both = module.gate_up_proj(hidden_states)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
         return plain(module, hidden_states)
-    return module.down_proj(_gate(kind, both))
-
-
-def _is_bare(linear: Any) -> bool:
-    """Whether its weight and bias are all there is to it."""
-    bare = type(linear) is nn.Linear and "forward" not in linear.__dict__ and not linear._forward_hooks and not linear._forward_pre_hooks
-    return bare and linear.bias is not None and type(linear.weight) is nn.Parameter and not linear._backward_hooks
+    return _down(module.down_proj, kind, both)
 
 
 @replacement
 def mlp(module: Any, hidden_states: Tensor, *, kind: str, names: tuple[str, str]) -> Any:
     """``second(act(first(x)))``, the first one's bias added where the activation reads it; ``names`` are those of the two layers, the second may be ""."""
     first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
-    if hidden_states.dtype not in _DTYPES or not _is_bare(first):
+    if hidden_states.dtype not in _DTYPES or not _is_bare(first) or first.bias is None:
         return plain(module, hidden_states)
     x = F.linear(hidden_states, first.weight)
     x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]
