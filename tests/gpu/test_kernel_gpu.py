@@ -60,8 +60,8 @@ def scale() -> flexops.Kernel:
 @pytest.mark.parametrize("shape", [(), (1,), (1000,), (257, 1023), (0, 3)])
 def test_values(scale: flexops.Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device="cuda").to(dtype)
-    torch.testing.assert_close(scale(x, 1.5), (x.float() * 1.5).to(dtype) if dtype != torch.float64 else x.float().double() * 1.5)
-    torch.testing.assert_close(scale(x, 1.5), scale.op(x, 1.5))
+    assert torch.equal(scale(x, 1.5), (x.float() * 1.5).to(dtype))
+    assert torch.equal(scale(x, 1.5), scale.op(x, 1.5))
 
 
 def test_strides_views_and_more_than_2_to_31_elements(scale: flexops.Kernel, require_gpu_memory: Callable[[int], None]) -> None:
@@ -194,7 +194,7 @@ def test_the_time_of_a_first_result_is_printed() -> None:
         "first = time.perf_counter() - started\n"
         "print(f'flexops.kernel: first result after {first:.2f} s')\n"
         "compile = getattr(torch.cuda, '_compile_kernel', None)\n"
-        "if compile:\n"
+        "try:\n"
         "    started = time.perf_counter()\n"
         "    kernel = compile('extern \"C\" __global__ void s(const float* x, float* out, float f, int n)"
         " { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f; } // ' + str(time.time()), 's')\n"
@@ -202,6 +202,8 @@ def test_the_time_of_a_first_result_is_printed() -> None:
         "    kernel(grid=(4, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n"
         "    assert out.sum().item() == 2000\n"
         "    print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\n"
+        "except Exception as error:\n"
+        "    print('torch.cuda._compile_kernel: none here:', error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -212,9 +214,12 @@ def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
     """Host time of a call, queued without waiting, the contenders in turns; the least of several rounds."""
     x = torch.ones(64, device="cuda")
     contenders: dict[str, Callable[[], object]] = {"x * 2.0": lambda: x * 2.0, "flexops.kernel": lambda: scale(x, 2.0), "its op": lambda: scale.op(x, 2.0)}
-    if hasattr(torch.cuda, "_compile_kernel"):
-        text = 'extern "C" __global__ void s(const float* x, float* out, float f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
+    text = 'extern "C" __global__ void s(const float* x, float* out, float f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
+    try:
         peer = torch.cuda._compile_kernel(text, "s")
+    except Exception as error:  # an older torch, or one that lacks a header
+        print(f"torch.cuda._compile_kernel: none here: {error}")
+    else:
 
         def theirs() -> object:
             out = torch.empty_like(x)
