@@ -39,7 +39,7 @@ def inspect(
             raise FlexopsError(f"{op} has no kernel with {kernel!r} in its name", found=", ".join(spec.name for spec in specs), fix=f"flexops inspect {op}")
         before: list[Measured] = []
         if diff:
-            with sources_of(diff) as csrc:
+            with sources_of(diff, specs[0].project.csrc) as csrc:
                 before = measure(specs, choice.architectures, choice.compiler, chosen, csrc=csrc, kernel=kernel)
     if diff:
         _show_difference(baseline.compare(baseline.of(before), found), diff, as_json, before, found)

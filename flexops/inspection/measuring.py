@@ -63,15 +63,16 @@ def measure(
     """Compile the kernels of families, as their libraries name them, and tell what each takes; what was compiled before is not again.
 
     Args:
-        csrc: flexops' sources, if they are not those of this package.
+        csrc: a folder ``csrc`` with the families' sources, if they are not to be read where they are.
         kernel: only those whose name has this in it.
 
     Raises:
         CompileError: a library or a kernel does not compile.
     """
-    csrc = csrc or layout.csrc_root()
+    own = csrc is not None and all(spec.project.own for spec in specs)
+    specs = [_read_from(spec, csrc) if csrc else spec for spec in specs if "cuda" in spec.devices]
+    csrc = csrc if csrc and own else layout.csrc_root()
     cache, tools, resources = loader.open_cache(chosen), toolchain.discover(chosen, device="cpu"), toolchain.resources.detect()
-    specs = [_read_from(spec, csrc) for spec in specs if "cuda" in spec.devices]
     libraries = builder.obtain([plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs) for spec in specs], cache)
     plans = [
         (spec.name, name, device_code.plan_kernel(spec.name, spec.cuda_sources, name, fit, compiler, csrc, roots=spec.project.roots(csrc)))
@@ -92,24 +93,24 @@ def measure(
 
 
 @contextmanager
-def sources_of(revision: str) -> Iterator[Path]:
-    """flexops' ``csrc`` as it was in a commit.
+def sources_of(revision: str, csrc: Path) -> Iterator[Path]:
+    """A folder of sources as it was in a commit, in a folder called ``csrc``.
 
     Raises:
-        FlexopsError: this is no checkout, or there is no such commit.
+        FlexopsError: it is in no checkout, or there is no such commit.
     """
-    root = layout.csrc_root()
-    done = subprocess.run(["git", "-C", str(root), "archive", revision, "."], capture_output=True, check=False, timeout=120)
+    done = subprocess.run(["git", "-C", str(csrc), "archive", revision, "."], capture_output=True, check=False, timeout=120)
     if done.returncode:
         raise FlexopsError(f"the sources of {revision} cannot be had", found=done.stderr.decode(errors="replace").strip(), required="a commit of this checkout")
     with TemporaryDirectory(prefix="flexops-inspect-") as folder, tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
-        yield Path(folder)
+        there = Path(folder, "csrc")
+        archive.extractall(there, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(there)
+        yield there
 
 
 def _read_from(spec: OpSpec, csrc: Path) -> OpSpec:
-    """The spec with the files that its folder has in these sources."""
-    if csrc == layout.csrc_root() or not spec.project.own:
-        return spec
+    """The spec with the files that its folder has in these sources; those of another's project are looked for there, too."""
     folder = csrc / spec.family
-    return replace(spec, files=tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ())
+    files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
+    project = spec.project if spec.project.own else replace(spec.project, package=csrc.parent)
+    return replace(spec, files=files, project=project)

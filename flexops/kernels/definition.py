@@ -141,6 +141,12 @@ class Kernel:
         """
         return [entry.library for entry in self._code.compiled(self._code.expression(*args, **kwargs), arch)]
 
+    def resources(self, *args: Any, arch: str | None = None, **kwargs: Any) -> dict[str, dict[str, int]]:
+        """What the kernel of a call with these arguments takes, by architecture: registers of a thread, bytes of stack, of spill stores and loads, and of
+        static shared memory, and barriers. As for ``compile``; nothing is told of PTX."""
+        entries = self._code.compiled(self._code.expression(*args, **kwargs), arch)
+        return {entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries}
+
     def expression(self, *args: Any, **kwargs: Any) -> str:
         """The kernel that a call with these arguments launches, as C++ names it: ``scale<float>``."""
         return self._code.expression(*args, **kwargs)

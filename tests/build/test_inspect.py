@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 
 from flexops.cli._app import app
 from flexops.inspection import mix
-from flexops.op_builder import layout
+from flexops.op_builder import catalog, layout
+from flexops.op_builder.spec import OpSpec, Project
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -74,6 +76,24 @@ def test_what_an_edit_changed(edited: Path) -> None:
     assert " -> 1024" in run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD")
     done = CliRunner().invoke(app, ["inspect", "lion", "--diff", "no-such-commit"])
     assert "the sources of no-such-commit cannot be had" in str(done.exception)
+
+
+def test_another_projects_kernels_and_what_an_edit_changed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csrc = tmp_path / "mylib" / "csrc"
+    shutil.copytree(REPOSITORY / "csrc" / "doctor", csrc / "doctor")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "as it was"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    spec = OpSpec("doctor", ("doctor_square",), project=Project("mylib", tmp_path / "mylib"), isa_levels=("baseline",))
+    monkeypatch.setattr(catalog, "select", lambda _: (spec,))
+    (one,) = json.loads(run("inspect", "mylib", "--arch", "9.0", "--json"))
+    assert (one["family"], one["spill_stores"]) == ("mylib.doctor", 0)
+    header = csrc / "doctor" / "doctor.cuh"
+    kernel = re.search(r"__global__ void[^{]*\{", header.read_text())
+    assert kernel
+    ballast = "\n  __shared__ float ballast[64];\n  ballast[threadIdx.x % 64] = blockIdx.x;\n  __syncthreads();\n"
+    ballast += "  if (ballast[(threadIdx.x + 1) % 64] < 0) return;\n"
+    header.write_text(header.read_text().replace(kernel[0], kernel[0] + ballast))
+    assert "shared 0 -> 256  WORSE" in run("inspect", "mylib", "--arch", "9.0", "--diff", "HEAD")
 
 
 def test_no_kernel_takes_more_than_the_baseline_says() -> None:

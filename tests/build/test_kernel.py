@@ -374,11 +374,11 @@ def test_what_a_kernel_takes_is_in_its_manifest() -> None:
     }
     __global__ void modest(float* out) { out[0] = 1; }"""
     hungry = flexops.kernel(source, "hungry(Tensor x) -> Tensor")
-    code = hungry._code.compiled("hungry", "8.0;compute_80")
-    found = code[0].manifest.resources
-    assert (found["shared"], found["spill_stores"], found["stack"]) == (256, 0, 0)
-    assert found["registers"] > 0
-    assert code[1].manifest.resources == {}, "PTX has no registers yet"
+    found = hungry.resources(torch.ones(64), arch="8.0;9.0+PTX")
+    assert list(found) == ["8.0", "9.0", "compute_90"]
+    assert (found["8.0"]["shared"], found["8.0"]["spill_stores"], found["8.0"]["stack"]) == (256, 0, 0)
+    assert found["9.0"]["registers"] > 0
+    assert found["compute_90"] == {}, "PTX has no registers yet"
 
 
 def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
