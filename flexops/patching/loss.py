@@ -77,6 +77,38 @@ def causal_lm(
     return found if wants_dict else found.to_tuple()
 
 
+def masked_lm(
+    module: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Any = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Any = None,
+    labels: Tensor | None = None,
+    skip_logits: bool | None = None,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The same for BERT's masked tokens, whose targets are where they are."""
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    inputs = {
+        "attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds,
+        "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
+    }  # fmt: skip
+    if not _takes_labels(module, skip_logits, 0, labels):
+        form = {} if return_dict is None else {"return_dict": return_dict}
+        return plain(module, input_ids, **inputs, labels=labels, **form, **kwargs)
+    assert labels is not None
+    outputs = module.bert(input_ids, **inputs, return_dict=True, **kwargs)
+    predictions = module.cls.predictions
+    loss: Any = predictions.decoder(predictions.transform(outputs[0]), target=labels.to(outputs[0].device))
+    found = MaskedLMOutput(loss=loss, logits=None, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+    return found if (getattr(module.config, "return_dict", True) if return_dict is None else return_dict) else found.to_tuple()
+
+
 def _loss(
     module: Any, hidden: Tensor, labels: Tensor, num_items_in_batch: Any = None, ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any
 ) -> Tensor:

@@ -239,14 +239,17 @@ def _no_such_loss(module: Any) -> str:
         return "its logits have a soft cap, which linear_cross_entropy does not take"
     if "_loss_function" in module.__dict__:
         return "it has a loss function of its own"
-    if getattr(module, "loss_type", None) not in ("ForCausalLM", None):
+    if getattr(module, "loss_type", None) not in ("ForCausalLM", "ForMaskedLM", None):
         return f"its loss is {module.loss_type}"
     return ""
 
 
-def _loss_swap(module: Any) -> Swap:
-    head = module.get_output_embeddings()
-    return [(module, functools.partial(loss.causal_lm, module)), (head, functools.partial(loss.head, head))]
+def _loss_swap(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
+    def swap(module: Any) -> Swap:
+        head = module.get_output_embeddings()
+        return [(module, functools.partial(forward, module)), (head, functools.partial(loss.head, head))]
+
+    return swap
 
 
 def _tiny_causal(module: Any) -> Miniature:
@@ -254,10 +257,22 @@ def _tiny_causal(module: Any) -> Miniature:
     config.vocab_size = CLASSES
     made = bare(module, config=config, lm_head=linear(WIDTH, CLASSES, module.get_output_embeddings()), **{module.base_model_prefix: Base()})
     made.vocab_size = CLASSES
+    return made.train(), *_tokens()
+
+
+def _tiny_masked(module: Any) -> Miniature:
+    """With a prediction head that is small itself."""
+    config = copy.copy(module.config)
+    config.vocab_size = CLASSES
+    predictions = bare(module.cls.predictions, transform=linear(WIDTH, WIDTH), decoder=linear(WIDTH, CLASSES))
+    return bare(module, config=config, bert=Base(), cls=bare(module.cls, predictions=predictions)).train(), *_tokens()
+
+
+def _tokens() -> tuple[tuple[Tensor], dict[str, Tensor]]:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
     labels = tokens.clone()
     labels[0, 2] = -100
-    return made.train(), (tokens,), {"labels": labels}
+    return (tokens,), {"labels": labels}
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------------------------------------
@@ -294,7 +309,9 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("rope", "rotary_embedding", _hf("Attention", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"), (),
             _rotation_swap, _tiny_rotation, _no_rotation),
     Pattern("loss", "linear_cross_entropy", _hf("ForCausalLM", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"), ("base_model_prefix", "config"),
-            _loss_swap, _tiny_causal, _no_such_loss),
+            _loss_swap(loss.causal_lm), _tiny_causal, _no_such_loss),
+    Pattern("loss", "linear_cross_entropy", _hf("ForMaskedLM", "bert.Bert"), ("bert", "cls", "config"),
+            _loss_swap(loss.masked_lm), _tiny_masked, _no_such_loss),
 )  # fmt: skip
 """In the order in which a module is held against them: the first that names its class is taken."""
 

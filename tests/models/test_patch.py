@@ -53,7 +53,7 @@ def visible(found: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Te
 
 
 def logits_too(name: str) -> dict[str, Any]:
-    return {"skip_logits": False} if name in tiny.CAUSAL else {}
+    return {"skip_logits": False} if name != "vit" else {}
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -70,10 +70,11 @@ def test_a_patched_model_computes_the_same(name: str, padding: str) -> None:
     assert max(differences.values()) < 2e-5, differences
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", tiny.ALL)
-def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
-    truth = results(tiny.model(name), tiny.batch(name))
-    model, inputs = tiny.model(name, torch.bfloat16), tiny.batch(name, torch.bfloat16)
+def test_in_bfloat16_it_is_no_further_from_the_truth(name: str, device: str) -> None:
+    truth = {key: value.to(device) for key, value in results(tiny.model(name), tiny.batch(name)).items()}
+    model, inputs = tiny.model(name, torch.bfloat16).to(device), {key: value.to(device) for key, value in tiny.batch(name, torch.bfloat16).items()}
     plain = distance(results(model, inputs), truth, 0.1)
     flexops.patch(model)
     patched = distance(results(model, inputs, **logits_too(name)), truth, 0.1)
@@ -81,12 +82,12 @@ def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
     assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
 
 
-@pytest.mark.parametrize("name", tiny.CAUSAL)
+@pytest.mark.parametrize("name", [*tiny.CAUSAL, "bert"])
 def test_in_training_the_loss_needs_no_logits(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name, padding="right")
     expected = results(model, inputs)
     report = flexops.patch(model)
-    assert [row.operator for row in report.swapped if row.module.endswith("ForCausalLM")] != [], report
+    assert [row.operator for row in report.swapped if row.module.endswith(("ForCausalLM", "ForMaskedLM"))] != [], report
     actual = results(model, inputs)
     assert "logits" not in actual
     del expected["logits"]
