@@ -12,7 +12,8 @@ namespace flexops {
 
 /// A bijection of 32 bits in which each bit of the input changes half of the output's (constants after Wellons, "Prospecting for Hash
 /// Functions", 2018).
-FLEXOPS_HERE unsigned scramble(unsigned x) {
+template <typename U>  // unsigned, or a register of them
+FLEXOPS_HERE U scramble(U x) {
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;
@@ -22,7 +23,8 @@ FLEXOPS_HERE unsigned scramble(unsigned x) {
 
 /// The bits of a float, to one of its two neighbours in bf16, to each as likely as it is near: `noise` is uniform below 2^16. The low half
 /// is zero then; infinities and NaN stay.
-FLEXOPS_HERE unsigned round_to_bf16(unsigned bits, unsigned noise) {
+template <typename U>
+FLEXOPS_HERE U round_to_bf16(U bits, U noise) {
   return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + noise) & 0xffff0000u;
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import ISA_LEVELS, isa_limit
 from step_contract import (
     DTYPES,
     ON_BOTH,
@@ -279,6 +280,19 @@ def test_narrow_states_are_the_references(dtype: torch.dtype, state_dtype: torch
             differ, total = differ + int((one != other).sum()), total + one.numel()
     assert differ < total / 100, f"{differ} of {total}"
     assert apart < total / 1000, f"{apart} of {total}"
+
+
+def test_every_instruction_set_rounds_alike() -> None:
+    assert loader.ensure("adam", "cpu")
+    results = []
+    for level in ISA_LEVELS:
+        lists = narrow_lists(torch.bfloat16, torch.bfloat16, "cpu", True)
+        with isa_limit(level):
+            for _ in range(3):
+                flexops.adam_(*lists, lr=0.01, amsgrad=True, stochastic=True)
+        results.append(torch.cat([state.flatten() for state in lists[2] + lists[3]]))
+    for other in results[1:]:
+        assert (results[0] != other).float().mean() < 0.01
 
 
 @ON_BOTH

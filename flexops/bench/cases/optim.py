@@ -31,7 +31,14 @@ def adam(setup: Setup) -> Iterator[Case]:
         size = 28 * _elements(count, shape)
         moved = "reads parameter, gradient and two states, writes all but the gradient: 28 B"
         yield from _step(setup, "adam", "AdamW", _name("AdamW", count, shape), size, calls, moved)
-    elements = 2 ** (_exponent(setup, 28))
+    elements, half = 2 ** (_exponent(setup, 28)), torch.bfloat16
+    calls = {
+        FLEXOPS: _steps(setup, optim.AdamW, 1, (elements,), half, state_dtype="param"),
+        "flexops to nearest": _steps(setup, optim.AdamW, 1, (elements,), half, state_dtype="param", stochastic_rounding=False),
+        "torch fused": _steps(setup, torch.optim.AdamW, 1, (elements,), half, fused=True),
+    }
+    moved = "reads parameter, gradient and two states, writes all but the gradient: 14 B"
+    yield from _step(setup, "adam", "AdamW", f"AdamW step, all in bf16, x {elements}", 14 * elements, calls, moved)
     moved = "28 B, and 2 B for the copy"
     yield from _step(setup, "adam", "AdamW", f"AdamW step + bf16 copy, fp32 x {elements}", 30 * elements, _step_and_copy(setup, elements), moved)
 
@@ -116,15 +123,17 @@ def _shapes(setup: Setup, large: int) -> list[tuple[int, tuple[int, ...]]]:
     return [(1, (2 ** _exponent(setup, large),)), (MANY if setup.device == "cuda" and not setup.small else 100, (4096, 64))]
 
 
-def _parameters(setup: Setup, count: int, shape: tuple[int, ...]) -> Parameters:
-    parameters = [setup.randn(*shape, dtype=torch.float32, grad=True) for _ in range(count)]
+def _parameters(setup: Setup, count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Parameters:
+    parameters = [setup.randn(*shape, dtype=dtype, grad=True) for _ in range(count)]
     for parameter in parameters:
-        parameter.grad = setup.randn(*shape, dtype=torch.float32)
+        parameter.grad = setup.randn(*shape, dtype=dtype)
     return parameters
 
 
-def _steps(setup: Setup, kind: Callable[..., Any], count: int, shape: tuple[int, ...], **options: Any) -> Callable[[], object]:
-    optimizer = kind(_parameters(setup, count, shape), **options)
+def _steps(
+    setup: Setup, kind: Callable[..., Any], count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any
+) -> Callable[[], object]:
+    optimizer = kind(_parameters(setup, count, shape, dtype), **options)
     return lambda: optimizer.step()
 
 
