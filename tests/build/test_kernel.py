@@ -32,7 +32,7 @@ DRIVER = r"""
 #include <string.h>
 typedef struct { unsigned grid[3], block[3], shared; void* stream; void* attributes; unsigned count; } Config;
 static __thread struct { Config config; unsigned cluster[3]; char parameters[256]; size_t size; void* kernel; int launches; } last;
-int refuse = 0, contexts = 0, shared_allowed = 0, loads = 0;
+int refuse = 0, contexts = 0, shared_allowed = 0, loads = 0, major = 9, is_text = 0;
 static char symbol[256];
 int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {
   if (refuse) { int status = refuse; refuse = 0; return status; }
@@ -45,10 +45,11 @@ int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void
 }
 void* recorded(void) { return &last; }
 const char* loaded(void) { return symbol; }
-int cuDeviceGetAttribute(int* value, int which, int device) { *value = which == 75 ? 9 : 0; return 0; }
+int cuDeviceGetAttribute(int* value, int which, int device) { *value = which == 75 ? major : 0; return 0; }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   ++loads;
+  is_text = memcmp(code, "\x7f" "ELF", 4) != 0;
   *library = (void*)code;
   return 0;
 }
@@ -107,8 +108,9 @@ def driver(stub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     monkeypatch.setattr(_torch, "current_stream", lambda _: 77)
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "cache"))
     settings.current.cache_clear()
-    for name in ("refuse", "contexts", "shared_allowed", "loads"):
+    for name in ("refuse", "contexts", "shared_allowed", "loads", "is_text"):
         fake.number(name).value = 0
+    fake.number("major").value = 9
     yield fake
     settings.current.cache_clear()
 
@@ -350,6 +352,16 @@ def test_without_a_compiler_the_reference_runs_or_the_error_says_why(monkeypatch
     monkeypatch.setenv("FLEXOPS_JIT", "0")
     settings.current.cache_clear()
     assert launched(alone)(torch.ones(2), 2.0).shape == (2,)
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.number("major").value = 15
+    launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(8), 1.0)
+    assert driver.number("is_text").value == 1
+    assert "newer than" in caplog.text
+    driver.number("major").value = 9
+    launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(8), 1.0)
+    assert driver.number("is_text").value == 0
 
 
 @pytest.mark.usefixtures("driver")
