@@ -12,7 +12,6 @@ import types
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -20,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
 
 from flexops import settings  # noqa: E402
+from flexops.builder.packaging import PlatformWheel  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
@@ -30,6 +30,13 @@ DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolch
 def source_packages() -> list[str]:
     """``csrc/`` and its folders, which travel as data, so that an installed flexops can compile at run time."""
     return ["flexops._csrc", *(f"flexops._csrc.{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir())]
+
+
+def example() -> list[str]:
+    """``examples/scale_lib``, which ``flexops new`` copies."""
+    root = ROOT / "examples" / "scale_lib"
+    made = {"__pycache__", "_aot", "build"}
+    return [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file() and not made.intersection(path.relative_to(root).parts)]
 
 
 def extensions() -> list[Extension]:
@@ -58,23 +65,10 @@ class BuildOps(build_ext):
         return []  # csrc/ is package data already
 
 
-class PlatformWheel(bdist_wheel):
-    """Tags a wheel with compiled operators for this platform and any Python 3."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not self.distribution.ext_modules
-
-    def get_tag(self) -> tuple[str, str, str]:
-        machine = settings.current().wheel
-        platform = zig.platform_tag(machine) if machine else super().get_tag()[2]
-        return ("py3", "none", platform if self.distribution.ext_modules else "any")
-
-
 setup(
-    packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages()],
-    package_dir={"flexops._csrc": "csrc"},
-    package_data=DATA | {name: ["*"] for name in source_packages()},
+    packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages(), "flexops._example"],
+    package_dir={"flexops._csrc": "csrc", "flexops._example": "examples/scale_lib"},
+    package_data=DATA | {name: ["*"] for name in source_packages()} | {"flexops._example": example()},
     ext_modules=extensions(),
     setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],  # pip and build install them into the build's environment
     cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import builder as builder
     from . import nn as nn
     from . import optim as optim
     from .kernels.definition import Kernel as Kernel
@@ -64,6 +65,7 @@ _PUBLIC = {
     "nn": "nn",
     "patch": "patching",
     "unpatch": "patching",
+    "builder": "builder",
     "optim": "optim",
     "kernel": "kernels.definition",
     "Kernel": "kernels.definition",
@@ -124,6 +126,7 @@ __all__ = [
     "attention",
     "bias_gelu",
     "bias_silu",
+    "builder",
     "cache_stats",
     "causal_softmax",
     "clip_grads_",

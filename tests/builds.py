@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexops.doctor.trial import small_op
 from flexops.op_builder import cache_key
 from flexops.op_builder.cache import BuildCache, Entry
 from flexops.op_builder.manifest import Manifest, file_crc32
@@ -27,7 +28,7 @@ from flexops.toolchain.resources import Resources
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHILDREN = Path(__file__).resolve().parent / "build" / "children"
 GIB = 2**30
-SQUARE = OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",))
+SQUARE = small_op()
 
 ROOM = Resources(cpus=2, memory_bytes=16 * GIB)
 TORCH = TorchBuild("2.14.1+cu130", cuda="13.0", hip=None, git_version="abc", cxx11_abi=True, root=Path("/py/torch"))

@@ -61,22 +61,9 @@ inline std::bad_alloc::bad_alloc() noexcept {}
 inline std::bad_array_new_length::bad_array_new_length() noexcept {}
 #endif
 
+#include "common/tensor_view.h"
+
 namespace flexops {
-
-/// The dtypes that ops tell apart; everything else is `other`.
-enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, e4m3, e5m2, other };
-
-inline const char* dtype_name(Dtype dtype) {
-  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",         "int16",
-                                           "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype"};
-  return kNames[static_cast<int>(dtype)];
-}
-
-/// Bytes of one element; 0 for `other`.
-inline int64_t dtype_size(Dtype dtype) {
-  static constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 1, 1, 0};
-  return kSizes[static_cast<int>(dtype)];
-}
 
 /// Of a ScalarType as a schema hands it over, in the low half of the word. The numbers are those that saved models hold, so they do not
 /// change. Which dtypes it takes, each op checks itself.

@@ -1,13 +1,11 @@
-#include "doctor/doctor.h"
-
 #include "common/launch.h"
 #include "doctor/doctor.cuh"
 
 namespace flexops {
 
-const char* square_cuda(const float* x, float* out, int64_t count, void* stream) {
-  if (count == 0) return nullptr;
-  launch(kernel<doctor::square>, {blocks(ceil_div(count, doctor::kThreads)), {doctor::kThreads}, stream}, x, out, count);
+const char* doctor_square_cuda(const TensorView& x, const TensorView& out, void* stream) {
+  const LaunchConfig config{blocks(ceil_div(x.numel, doctor::kThreads)), {doctor::kThreads}, stream};
+  launch(kernel<doctor::square>, config, x.as<const float>(), out.as<float>(), x.numel);
   return last_error();
 }
 

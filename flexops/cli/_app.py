@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, inspect, patch, profile, target, warm, watch
+from . import bench, build, cache, channel, doctor, image, inspect, new, patch, profile, target, warm, watch
 
 app = typer.Typer(
     name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -15,6 +15,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("build")(build.build)
 app.command("warm")(warm.warm)
+app.command("new")(new.new)
 app.command("doctor")(doctor.doctor)
 app.command("patch")(patch.patch)
 app.command("inspect")(inspect.inspect)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .. import settings, targets, toolchain
+from ..builder import registered
 from ..errors import ArchitectureError, FlexopsError
 from ..op_builder import aot, catalog, progress
 from ..op_builder.builder import Result
@@ -22,6 +23,9 @@ _INNER = ("_backward", "_plain", "_forward")
 NAMES = "; ".join(f"{spec.name} ({', '.join(op for op in spec.ops if not op.endswith(_INNER)) or 'gradients'})" for spec in catalog.CATALOG)
 
 
+_HELP = f"Families or operators to build, or another project's library (mylib, mylib.scale); all of flexops' if none is named: {NAMES}."
+
+
 class Device(str, Enum):
     """The device types, as choices of an option."""
 
@@ -30,7 +34,7 @@ class Device(str, Enum):
 
 
 def build(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=f"Families or operators to build; all if none is named: {NAMES}.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=_HELP)] = None,
     target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`), with its torch and compiler.")] = None,
     arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX", with what is here.')] = None,
     device: Annotated[Device | None, typer.Option(help="Build for this device type only.")] = None,
@@ -54,6 +58,7 @@ def build(
     if device:
         devices = (device.value,)
     chosen = replace(chosen, max_jobs=jobs or chosen.max_jobs)
+    registered.load_for(tuple(ops or ()))
     with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
         results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, out=out, progress=report)
     if as_json:

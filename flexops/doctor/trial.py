@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BUILD_SECONDS = 180.0
 OPS_SECONDS = 600.0
 # A cached object would make a build from nothing look better than it is; the launcher is still gone through.
+_SMALL_SCHEMA = "doctor_square(Tensor x) -> Tensor"
 _FROM_NOTHING = {"CCACHE_RECACHE": "1", "SCCACHE_RECACHE": "1"}
 
 Run = Callable[..., Child]
@@ -137,10 +138,11 @@ def _loaded_trial(built: BuildTrial, told: dict[str, Any] | None, failure: str) 
 # ---- in the child -------------------------------------------------------------------------------------------------------------------------
 
 
-def _small_op() -> OpSpec:
+def small_op() -> OpSpec:
+    from ..op_builder.schema import declare
     from ..op_builder.spec import OpSpec
 
-    return OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",))
+    return OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",), signatures=(declare(_SMALL_SCHEMA, dtypes={"x": "float32"}),))
 
 
 def _one_architecture(chosen: Settings) -> str | None:
@@ -165,7 +167,7 @@ def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
     if device == "cuda":
         chosen = replace(chosen, arch_list=arch_list or chosen.arch_list)
         chosen = replace(chosen, arch_list=_one_architecture(chosen))
-    result = aot.build_specs((_small_op(),), (cast("DeviceType", device),), chosen)[0]
+    result = aot.build_specs((small_op(),), (cast("DeviceType", device),), chosen)[0]
     architectures = result.architectures or result.require().manifest.architectures
     return {"build_seconds": round(time.perf_counter() - started, 3), "architectures": list(architectures)}
 
@@ -177,11 +179,11 @@ def _load_in_child(_: str, device: str) -> dict[str, Any]:
     from ..op_builder import loader
 
     started = time.perf_counter()
-    entry = loader.open_cache(settings.current()).lookup(loader.local_plan(_small_op(), cast("DeviceType", device), settings.current()))
+    entry = loader.open_cache(settings.current()).lookup(loader.local_plan(small_op(), cast("DeviceType", device), settings.current()))
     if entry is None:
         return {"error": "what was built is not found again"}
     build = toolchain.torch_build()
-    loader.open_library(entry.library, _small_op() if device == "cuda" and not (build and build.hip) else None)
+    loader.open_library(entry.library, small_op() if device == "cuda" and not (build and build.hip) else None)
     seconds = time.perf_counter() - started
     error = _run_small_op(device) if device == "cpu" or torch.cuda.is_available() else None
     return {"load_seconds": round(seconds, 5), "max_error": error}
@@ -199,7 +201,7 @@ def _define_small_op() -> object:
     import torch
 
     library = torch.library.Library("flexops", "FRAGMENT")
-    library.define("doctor_square(Tensor x) -> Tensor")
+    library.define(_SMALL_SCHEMA)
     return library
 
 
@@ -222,19 +224,32 @@ def _ops_in_child(done: Sequence[str]) -> None:
     warnings.simplefilter("ignore")  # that an op falls back is a result here
     import torch
 
-    from .. import ops as registered
+    from .. import ops as own
+    from ..builder import registered
     from ..op_builder import catalog
 
+    unread = registered.load()
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     there: dict[str, list[str]] = {"cpu": ["cpu"], "cuda": gpus}
     planned = [(spec.name, device) for spec in catalog.specs() for kind in spec.devices for device in there[kind]]
     children.say({"planned": planned})
     for name, device in planned:
         if f"{name}@{device}" not in done:
-            _run_op(getattr(registered, name), name, device)
+            _run_op(_self_checks(own, name), name, device)
+    for library, error in unread.items():
+        if f"{library}@cpu" not in done:
+            fix = f'python -c "import {library}"'
+            children.say({"name": library, "device": "cpu", "backend": "reference", "reason": error, "fix": fix, "error": "its library cannot be imported"})
 
 
-def _run_op(module: Any, name: str, device: str) -> None:
+def _self_checks(own: Any, name: str) -> list[Callable[[str], float]]:
+    """Of a family of flexops' or of a registered library; none for one that declares none: then it is only loaded."""
+    from ..builder import library
+
+    return library.self_checks.get(name, []) if "." in name else [getattr(own, name).self_check]
+
+
+def _run_op(checks: Sequence[Callable[[str], float]], name: str, device: str) -> None:
     from ..errors import FlexopsError
 
     result: dict[str, Any] = {"name": name, "device": device, "backend": "reference", "reason": "", "fix": ""}
@@ -242,7 +257,8 @@ def _run_op(module: Any, name: str, device: str) -> None:
     try:
         result |= _backend(name, device.partition(":")[0])
         children.say({"begun": True, **result})
-        result["max_error"] = float(module.self_check(device))
+        differences = [float(check(device)) for check in checks]
+        result["max_error"] = max(differences) if differences else None
     except FlexopsError as error:
         result |= {"error": error.what, "reason": error.found, "fix": error.fix}
     except Exception as error:  # an op that raises is a finding, whatever it raises

@@ -47,8 +47,10 @@ def build(
     return results
 
 
-def build_specs(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, *, progress: Progress | None = None) -> list[Result]:
-    """The libraries of these specs, together; with those for CUDA also their kernels, for ``chosen.arch_list`` or the GPUs here.
+def build_specs(
+    specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, *, progress: Progress | None = None, kernels: bool = True
+) -> list[Result]:
+    """The libraries of these specs, together; with those for CUDA also their kernels (unless not ``kernels``), for ``chosen.arch_list`` or the GPUs here.
 
     Raises:
         ToolchainError, ArchitectureError: a build was asked for that cannot be planned. Failed compiles are in the results.
@@ -57,7 +59,7 @@ def build_specs(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: 
     hip = bool(torch and torch.hip)
     pairs = [(spec, device) for device in devices for spec in specs if device in spec.devices and (spec.hip or not hip or device == "cpu")]
     choice = None
-    if any(device == "cuda" for _, device in pairs) and not hip:
+    if kernels and any(device == "cuda" for _, device in pairs) and not hip:
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=chosen.arch_list)
     plans = [loader.local_plan(spec, device, chosen) for spec, device in pairs]
     cache = loader.open_cache(chosen)
@@ -113,6 +115,15 @@ def install(result: Result, out: Path) -> Path:
     return _copy(entry, out, replace(entry.manifest, architectures=result.architectures, cuda_version=made_by))
 
 
+def install_all(results: Sequence[Result], out: Path) -> list[Path]:
+    """Every library and kernel, or none: raises the first one's error. Returns their directories."""
+    for result in results:
+        result.require()
+    for result in results:
+        install(result, out)
+    return [out / entry.manifest.name for result in results for entry in (result.require(), *(kernel.require() for kernel in result.kernels))]
+
+
 def _copy(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
     target = out / entry.manifest.name
     staged = out / f".{entry.manifest.name}.new"
@@ -128,12 +139,12 @@ def _copy(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
     return target
 
 
-def _build_portable(names: tuple[str, ...], chosen: Settings, progress: Progress | None) -> list[Result]:
+def build_portable(specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, progress: Progress | None = None) -> list[Result]:
     """The libraries of a wheel that needs no compiler where it is installed: host code, for every torch with the stable ABI."""
     from ..toolchain import zig
 
     tools, resources = zig.toolchain_for(chosen), toolchain.resources.detect()
-    pairs = [(spec, device) for spec in catalog.select(names) for device in spec.devices if device in (chosen.aot_devices or spec.devices)]
+    pairs = [(spec, device) for spec in specs for device in spec.devices if device in devices]
     plans = [
         plan.plan_op(spec, device, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs)._replace(timeout=chosen.compile_timeout)
         for spec, device in pairs
@@ -148,8 +159,8 @@ def build_into_package(names: tuple[str, ...], chosen: Settings, package: Path, 
         FlexopsError: the diagnosis of the first op that cannot be built.
     """
     if chosen.wheel:
-        results = _build_portable(names, chosen, progress)
-        return [install(result, package / layout.aot_root().name) for result in results]
+        results = build_portable(catalog.select(names), chosen.aot_devices or ("cpu", "cuda"), chosen, progress)
+        return install_all(results, package / layout.AOT)
     if toolchain.torch_build() is None:
         raise ToolchainError(
             "FLEXOPS_AOT asks for compiled operators, but this build sees no torch",
@@ -164,10 +175,6 @@ def build_into_package(names: tuple[str, ...], chosen: Settings, package: Path, 
             required=f"an environment without it: it and {distribution.NAME} would overwrite each other's modules",
             fix="pip uninstall --yes flexops   # or install this one into another environment",
         )
-    results = build(names, chosen, devices=chosen.aot_devices or None, out=package / layout.aot_root().name, progress=progress)
-    for result in results:
-        if result.error:
-            raise result.error
-    entries = [entry for result in results for entry in (result.require(), *(kernel.require() for kernel in result.kernels))]
-    return [package / layout.aot_root().name / entry.manifest.name for entry in entries]
+    results = build(names, chosen, devices=chosen.aot_devices or None, progress=progress)
+    return install_all(results, package / layout.AOT)
 

@@ -20,9 +20,9 @@ from .cache import BuildCache, Entry, places_today, replace_file
 from .cache_key import Digests
 from .compiler import Progress
 from .device_code import KernelResult
-from .diagnose import diagnose
+from .diagnose import Diagnosis, diagnose
 from .manifest import Manifest, file_crc32, needed_versions
-from .plan import BuildPlan
+from .plan import DECLARATIONS, BuildPlan
 
 _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
 
@@ -198,7 +198,7 @@ def _failure_file(plan: BuildPlan, cache: BuildCache, sources: Digests) -> Path:
 
 def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome: compiler.Outcome, sources: Digests) -> CompileError:
     own = _own_output(plan, outcome.output)
-    found = diagnose(own)
+    found = _launcher_trouble(plan, directory, own) or diagnose(own)
     log = cache.root / plan.name / "failed-build.log"
     record = {"what": f"{plan.name} could not be built: {found.cause}", "found": found.error, "fix": found.fix, "log": str(log)}
     with contextlib.suppress(OSError):  # on a full disk the diagnosis itself must still come through
@@ -209,6 +209,15 @@ def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome
             headers = search.header_states(plan, directory, cache_key.reached_headers(plan, told))
             replace_file(_failure_file(plan, cache, sources), json.dumps({**record, "number": os.urandom(8).hex(), "headers": headers}))
     return _error(record)
+
+
+def _launcher_trouble(plan: BuildPlan, directory: Path, output: str) -> Diagnosis | None:
+    declarations = dict(plan.texts).get(DECLARATIONS)
+    if declarations is None:
+        return None
+    from .launcher_mismatch import explain
+
+    return explain(output, declarations, directory)
 
 
 def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:

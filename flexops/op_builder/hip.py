@@ -9,6 +9,7 @@ from ..toolchain import missing
 from ..toolchain.model import Toolchain
 from ..toolchain.resources import Resources
 from .plan import (
+    BINDING,
     BINDING_HEADER,
     DEVICE_STEP_BYTES,
     TORCH_HEADER_STEP_BYTES,
@@ -17,10 +18,12 @@ from .plan import (
     anchors,
     binding_flags,
     choose_jobs,
+    declared,
     environment_identity,
     include_flags,
     library_name,
     own_anchors,
+    own_sources,
 )
 from .spec import OpSpec
 
@@ -44,14 +47,14 @@ def plan_hip_op(
         raise ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
     own = spec.project.roots(csrc)[0][1]
     common = (*include_flags(spec, csrc), "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
-    binding = own / spec.binding
-    command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", str(binding), "-o", "binding.o")
+    binding = str(own / spec.binding) if spec.binding else BINDING
+    command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", binding, "-o", "binding.o")
     header = BINDING_HEADER if host.kind == "gcc" else ""
-    steps = [Step("host", "binding.o", (str(binding),), command, TORCH_HEADER_STEP_BYTES, shared_header=header)]
+    steps = [Step("host", "binding.o", (binding,), command, TORCH_HEADER_STEP_BYTES, shared_header=header)]
     offload = [f"--offload-arch={name}" for name in architectures]
     for source in spec.cuda_sources:
         path, output = str(own / source), f"{Path(source).stem}.hip.o"
-        device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *offload, "-c", path, "-o", output)
+        device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *declared(spec), *offload, "-c", path, "-o", output)
         steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
     library, objects = library_name(spec, "cuda"), [step.output for step in steps]
     libraries = (f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", *(f"-L{path}" for path in rocm.library_dirs), "-lamdhip64")
@@ -64,7 +67,8 @@ def plan_hip_op(
         name=f"{spec.name}-cuda",
         steps=tuple(steps),
         library=library,
-        sources=(binding, *(own / source for source in spec.cuda_sources)),
+        sources=own_sources(spec, "cuda", csrc),
+        texts=spec.texts,
         anchors=places,
         identity=(*identity, *environment_identity(toolchain, places)),
         trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),

@@ -13,11 +13,21 @@ def csrc_root() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc"
 
 
+def example_root() -> Path:
+    """The package that ``flexops new`` copies: ``examples/scale_lib``, beside the package or inside an installed one."""
+    installed = _PACKAGE / "_example"
+    return installed if installed.is_dir() else _PACKAGE.parent / "examples" / "scale_lib"
+
+
 def recipe_root() -> Path:
     """The modules that decide on commands."""
     return _PACKAGE / "op_builder"
 
 
+AOT = "_aot"
+"""The directory in a package for the libraries that an install compiled in."""
+
+
 def aot_root() -> Path:
-    """The libraries that an install compiled in: ``<root>/<op>-<device>/{manifest.json, lib.so}``; it need not exist."""
-    return _PACKAGE / "_aot"
+    """flexops' own: ``<root>/<op>-<device>/{manifest.json, lib.so}``; it need not exist."""
+    return _PACKAGE / AOT

@@ -8,6 +8,7 @@ start should cost next to nothing.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .plan import BuildPlan
     from .remote import Remote
 
+DISPATCHED = ("cpu", "cuda")
 Backend = Literal["aot", "jit", "reference", "unasked"]
 
 
@@ -131,7 +133,7 @@ def _announce(status: OpStatus) -> None:
 
 def _resolve(spec: OpSpec, device: str) -> OpStatus:
     if device not in spec.devices:
-        return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for device type {device!r}")
+        return OpStatus(spec.name, device, "reference", *_no_sources(spec, device))
     torch = toolchain.torch_build()
     if device == "cuda" and not spec.hip and torch and torch.hip:
         return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for AMD GPUs")
@@ -152,6 +154,19 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
         refusals.append(Refusal(str(error), "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "")
     return OpStatus(spec.name, device, "reference", "; ".join(dict.fromkeys(refusal.reason for refusal in refusals)), fix)
+
+
+def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
+    """Why a family has nothing for a device type, and what would mend it."""
+    package = spec.project.package
+    if package and not package.is_dir():
+        reason = f"{package} is no directory: a package imported from a zip archive has no sources to compile and no libraries that can be opened"
+        return reason, f"install {spec.project.name} as files (pip does)"
+    if device not in DISPATCHED:
+        return f"{spec.name} has no kernels for device type {device!r}", ""
+    folder = spec.project.csrc / spec.family
+    there = "there is no such folder" if not folder.is_dir() else "the folder has no such file"
+    return f"{spec.name} has no kernels for {device}: {folder}/{spec.family}_{device}.cpp or another *_{device}.cpp: {there}", ""
 
 
 def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Iterator[tuple[Entry, Backend, str]]:
@@ -281,6 +296,9 @@ def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
     places = dict(spec.project.roots(layout.csrc_root())) | {"<op_builder>": layout.recipe_root()}
     if not spec.project.own and entry.directory.parent == spec.project.aot:
         places = {f"<{spec.project.name}>": spec.project.csrc}
+    for name, text in spec.texts:
+        if entry.manifest.files.get(name) != hashlib.sha256(text.encode()).hexdigest():
+            return Refusal(f"the declaration of {spec.name}'s operators has changed since it was built", "flexops build")
     for name, digest in entry.manifest.files.items():
         anchor, separator, rest = name.partition(">")
         if anchor + separator not in places:
@@ -301,7 +319,7 @@ def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
     if asks and (refusal := _no_kernels(entry, spec)):
         return refusal
     try:
-        open_library(entry.library, spec if asks else None)
+        open_library(entry.library, spec if asks else None, _headers(entry, spec))
     except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
         from .diagnose import load_trouble, told
 
@@ -311,15 +329,25 @@ def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
     return None
 
 
-def open_library(library: Path, asks: OpSpec | None) -> None:
-    """Open a library, whose operators torch then knows. ``asks``: of which family it is, if it asks for its kernels when they are launched."""
+def _headers(entry: Entry, spec: OpSpec) -> tuple[tuple[str, str], ...]:
+    """flexops' headers that a project's library was compiled with."""
+    return () if spec.project.own else tuple((name, digest) for name, digest in entry.manifest.files.items() if name.startswith("<csrc>/"))
+
+
+def open_library(library: Path, asks: OpSpec | None, made: tuple[tuple[str, str], ...] = ()) -> None:
+    """Open a library, whose operators torch then knows.
+
+    Args:
+        asks: of which family it is, if it asks for its kernels when they are launched.
+        made: flexops' headers that it was compiled with, if today's may be others.
+    """
     import torch
 
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call, unused-ignore]
     if asks:
         from . import provider
 
-        provider.attach(library, asks)
+        provider.attach(library, asks, made)
 
 
 def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
@@ -332,12 +360,16 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
     if older := [one for one in capabilities if not spec.runs_on(one)]:
         return Refusal(f"{spec.name} kernels need GPUs of capability {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}")
     why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
-    if settings.current().jit:
+    made = _headers(entry, spec)
+    today = {name: cache_key.file_state(layout.csrc_root() / name.partition(">/")[2]) for name, _ in made}
+    if apart := provider.other_headers(spec, made, today):
+        why = apart
+    elif settings.current().jit:
         try:
             provider.compiler_for(settings.current(), capabilities)
             return None
         except FlexopsError as error:
             why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
     # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its launch, if it is launched.
-    refusal = provider.incomplete(entry.library, spec, capabilities, some=settings.current().fallback == "forbid")
+    refusal = provider.incomplete(entry.library, spec, capabilities, made, some=settings.current().fallback == "forbid")
     return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix) if refusal else None

@@ -6,6 +6,7 @@ is verified and judged as any other that somebody else's compiler made.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from pathlib import Path
@@ -25,12 +26,16 @@ _KIND = "entry"
 def digest(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> str:
     """What tells whether a library made elsewhere would serve here: sources, torch's ABI, machine and C library."""
     roots = spec.project.roots(layout.csrc_root())
-    sources = (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))
+    sources = (*((spec.binding,) if spec.binding else ()), *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))
+    folders = [str(root) for _, root in roots]
     files: dict[str, str] = {}
+    for name, text in spec.texts:
+        files[name] = hashlib.sha256(text.encode()).hexdigest()
+        files |= {_named(header, roots): cache_key.file_digest(header) for header in includes.own_headers(text, "", folders)}
     for source in sources:
         path = os.path.join(roots[0][1], source)
         with open(path, encoding="utf-8") as stream:
-            reached = includes.own_headers(stream.read(), os.path.dirname(path), [str(root) for _, root in roots])
+            reached = includes.own_headers(stream.read(), os.path.dirname(path), folders)
         files |= {_named(name, roots): cache_key.file_digest(name) for name in (path, *reached)}
     system = f"{platform.machine()} {' '.join(platform.libc_ver())}"
     return cache_key.digest_fields([("library", f"{spec.name}-{device}"), ("torch", torch.abi_id), ("system", system), *sorted(files.items())])

@@ -37,6 +37,7 @@ WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
 # Which torch's conventions bindings keep to: 2.11's, whatever torch is here; major in the highest byte, minor in the next. None of its headers is needed.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=0x020b000000000000",)
+BINDING, DECLARATIONS = "binding.cpp", "launchers.h"  # what the builder writes, where a family has no binding of its own
 BINDING_HEADER = "common/binding.h"  # what every binding includes first
 TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
 RUNTIME_LIBRARY, RUNTIME_STUB = "libstdc++.so.6", "runtime_stub.so"
@@ -140,7 +141,6 @@ def plan_op(
     Raises:
         ToolchainError: a part of the toolchain that this build needs is missing.
     """
-    own = spec.project.roots(csrc)[0][1]
     torch, steps = _require(toolchain), _compile_steps(spec, device, toolchain, csrc)
     library, objects = library_name(spec, device), [step.output for step in steps]
     if torch.stable_abi:
@@ -151,7 +151,8 @@ def plan_op(
         name=f"{spec.name}-{device}",
         steps=tuple(steps),
         library=library,
-        sources=tuple(own / source for source in (spec.binding, *(spec.cpu_sources if device == "cpu" else spec.cuda_sources))),
+        sources=own_sources(spec, device, csrc),
+        texts=spec.texts,
         anchors=places,
         identity=(("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)),
         trusted_roots=(str(torch.root), *(compiler_roots(host) if host else ())),
@@ -179,6 +180,17 @@ def include_flags(spec: OpSpec, csrc: Path) -> tuple[str, ...]:
     """Includes, and the namespace of the operators."""
     namespace = () if spec.project.own else (f"-DFLEXOPS_NAMESPACE={spec.project.name}",)
     return (*(f"-I{path}" for _, path in spec.project.roots(csrc)), *namespace)
+
+
+def declared(spec: OpSpec) -> tuple[str, ...]:
+    """What lets launchers see how a binding that the builder writes calls them."""
+    return () if spec.binding else ("-include", DECLARATIONS)
+
+
+def own_sources(spec: OpSpec, device: DeviceType, csrc: Path) -> tuple[Path, ...]:
+    """Every file that is compiled."""
+    own = spec.project.roots(csrc)[0][1]
+    return tuple(own / source for source in (*((spec.binding,) if spec.binding else ()), *(spec.cpu_sources if device == "cpu" else spec.cuda_sources)))
 
 
 def choose_jobs(steps: tuple[Step, ...], resources: Resources, max_jobs: int | None) -> int:
@@ -258,15 +270,16 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     maps = [f"-ffile-prefix-map={path}=csrc" for _, path in spec.project.roots(csrc)]
     common = (*host.command, "-fPIC", "-fvisibility=hidden", *include_flags(spec, csrc), *maps, f"-DFLEXOPS_DEVICE_{device.upper()}=1")
     own = spec.project.roots(csrc)[0][1]
-    binding = own / spec.binding
+    binding = str(own / spec.binding) if spec.binding else BINDING
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
     flags = (*common, "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
     header = BINDING_HEADER if host.kind == "gcc" else ""
-    steps = [Step("host", "binding.o", (str(binding),), (*flags, "-c", str(binding), "-o", "binding.o"), memory, shared_header=header)]
+    steps = [Step("host", "binding.o", (binding,), (*flags, "-c", binding, "-o", "binding.o"), memory, shared_header=header)]
     plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
     levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in _isa_levels(spec, toolchain)} if device == "cpu" else {"": ("-O1",)}
+    plain += declared(spec)
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"

@@ -19,6 +19,7 @@ from ..errors import CompileError, FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
 from . import counters, device_code, layout, loader, record
 from .cache import Entry, read_entry
+from .cache_key import Digests
 from .manifest import Refusal
 from .spec import OpSpec
 
@@ -34,16 +35,21 @@ _kept: list[Any] = []  # callbacks: C++ holds their addresses
 
 
 class FamilyKernel(NamedTuple):
-    """A kernel of a family's headers."""
+    """A kernel of a family's headers. ``made``: flexops' headers that its launcher was compiled with, if today's may be others (a project's)."""
 
     spec: OpSpec
     expression: str
+    made: tuple[tuple[str, str], ...] = ()
 
     def name(self, architecture: str) -> str:
         return device_code.artifact_name(self.spec.name, architecture, self.expression)
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
         return plan_kernel(self.spec, self.expression, architecture, compiler)
+
+    def apart(self, files: Digests) -> Refusal | None:
+        """Launcher and kernel hand each other structs: those of one and the same header."""
+        return other_headers(self.spec, self.made, files)
 
     def mend(self, capability: ComputeCapability) -> str:
         return f'flexops build {self.spec.name} --arch "{capability}"'
@@ -102,7 +108,7 @@ def driver() -> Driver:
     return Driver()
 
 
-def attach(library: Path, spec: OpSpec) -> None:
+def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
     """Let a library that is loaded ask for its kernels."""
     handles: dict[tuple[bytes, ComputeCapability], int] = {}
 
@@ -112,7 +118,7 @@ def attach(library: Path, spec: OpSpec) -> None:
             with _lock.held():
                 known = handles.get((name, capability))
                 if known is None:
-                    known = handles[name, capability] = load(FamilyKernel(spec, device_code.expression_of(name)), capability)
+                    known = handles[name, capability] = load(FamilyKernel(spec, device_code.expression_of(name), made), capability)
             return known
         except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
             text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
@@ -124,13 +130,15 @@ def attach(library: Path, spec: OpSpec) -> None:
     ctypes.CDLL(str(library)).flexops_set_provider(callback)
 
 
-def incomplete(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], *, some: bool = False) -> Refusal | None:
+def incomplete(
+    library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = (), *, some: bool = False
+) -> Refusal | None:
     """None if every kernel of a library (``some``: at least one) is compiled already for every GPU here; else how many are not."""
     names = device_code.names_in(library)
     for capability in capabilities:
         wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
         architectures = [*machine_code(capability), *ptx(capability)]
-        kernels = [FamilyKernel(spec, name) for name in wanted]
+        kernels = [FamilyKernel(spec, name, made) for name in wanted]
         there = (bool(next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)
         lacking = len(kernels) * (not any(there)) if some else sum(not one for one in there)
         if lacking:
@@ -204,7 +212,7 @@ def _ready(
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
             whole: Entry | None = one
-            refusal = loader.stale(one, kernel.spec) or _too_new(one)
+            refusal = loader.stale(one, kernel.spec) or _apart(kernel, one.manifest.files) or _too_new(one)
             if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
             if refusal:
@@ -245,7 +253,22 @@ def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
 
 def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[device_code.KernelPlan, tuple[str, ...]]:
     choice = compiler_for(settings.current(), (capability,))
-    return kernel.plan(choice.architectures[0], choice.compiler), choice.notes
+    plan = kernel.plan(choice.architectures[0], choice.compiler)
+    if refusal := _apart(kernel, plan.files):
+        raise NativeUnavailableError(refusal.reason, fix=refusal.fix)
+    return plan, choice.notes
+
+
+def _apart(kernel: AnyKernel, files: Digests) -> Refusal | None:
+    return kernel.apart(files) if isinstance(kernel, FamilyKernel) else None
+
+
+def other_headers(spec: OpSpec, made: tuple[tuple[str, str], ...], files: Digests) -> Refusal | None:
+    """Why what is made of ``files`` does not go with a launcher that was compiled with the headers in ``made``; None if it does."""
+    name = next((name for name, digest in made if files.get(name, digest) != digest), None)
+    if name is None:
+        return None
+    return Refusal(f"{spec.name} was compiled with another flexops' {name.partition('>/')[2]} than this one's", f"install {spec.project.name} anew")
 
 
 def _too_new(entry: Entry) -> Refusal | None:

@@ -11,6 +11,7 @@ from . import layout
 
 if TYPE_CHECKING:
     from ..compute_capability import ComputeCapability
+    from .schema import Signature
 
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
@@ -41,7 +42,7 @@ class Project:
     @property
     def aot(self) -> Path:
         """The libraries that an install compiled in: ``<aot>/<label>-<device>/{manifest.json, lib.so}``; it need not exist."""
-        return layout.aot_root() if self.package is None else self.package / layout.aot_root().name
+        return layout.aot_root() if self.package is None else self.package / layout.AOT
 
     def roots(self, common: Path) -> tuple[tuple[str, Path], ...]:
         """Where includes are looked for, and the names under which keys and manifests record what was found: its own sources, then flexops' (``common``)."""
@@ -71,6 +72,7 @@ class OpSpec:
         files: what the folder has, if it is not to be read.
         hip: whether its CUDA sources compile for AMD GPUs too.
         least_capability: of the NVIDIA GPUs that its kernels run on.
+        signatures: of the operators, where they are declared: from them the binding is written, unless the folder has one.
     """
 
     family: str
@@ -80,6 +82,7 @@ class OpSpec:
     files: tuple[str, ...] | None = None
     hip: bool = True
     least_capability: tuple[int, int] = (0, 0)
+    signatures: tuple[Signature, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,7 +91,22 @@ class OpSpec:
 
     @property
     def binding(self) -> str:
-        return f"{self.family}/{self.family}_binding.cpp"
+        """Relative to ``csrc``; "" if it is written by the builder."""
+        name = f"{self.family}_binding.cpp"
+        return "" if self.signatures and name not in self._files else f"{self.family}/{name}"
+
+    @property
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """The sources that the builder writes, by name."""
+        if self.binding:
+            return ()
+        from . import binding, plan
+
+        namespace = self.project.name
+        return (
+            (plan.BINDING, binding.binding(namespace, self.signatures, self.isa_levels)),
+            (plan.DECLARATIONS, binding.declarations(namespace, self.signatures)),
+        )
 
     @cached_property
     def _files(self) -> tuple[str, ...]:

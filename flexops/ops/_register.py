@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,26 +104,33 @@ def define(
         below = builtin(getattr(getattr(torch.ops, project.name), f"{name}_plain").default)
     if forward is not None:
         public[forward] = op
+    _parts[op] = _Parts(library, below, refuse, called)
     _callers[op] = _caller(op, below, below, op, refuse)
     if backward is not None and setup_context is not None:
-        differentiate(op, setup_context, backward, below, refuse, called, forward=forward)
+        add_gradient(op, setup_context, backward, forward=forward)
 
 
-def differentiate(
-    op: Any,
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
-    backward: Callable[..., Any],
-    below: Callable[..., Any],
-    refuse: Callable[..., None],
-    function: str,
-    *,
-    forward: Any = None,
+class _Parts(NamedTuple):
+    """Of an op, what its gradient is put together with."""
+
+    library: torch.library.Library
+    below: Callable[..., Any]
+    refuse: Callable[..., None]
+    called: str
+
+
+_parts: dict[Any, _Parts] = {}
+
+
+def add_gradient(
+    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any], *, forward: Any = None
 ) -> None:
-    """Give an op that is defined its gradient."""
+    """Give an op that is defined its gradient; arguments as for :func:`define`."""
+    library, below, refuse, called = _parts[op]
     _differentiable[op] = _function(op, forward, setup_context, backward)
     apply = apply_of(_differentiable[op])
-    _libraries[op.namespace].impl(op._schema.name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
-    transformed = _no_transform(function) if op._schema.is_mutable else _functional(op, forward, setup_context, backward)
+    library.impl(op._schema.name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
+    transformed = _no_transform(called) if op._schema.is_mutable else _functional(op, forward, setup_context, backward)
     _callers[op] = _caller(op, apply, below, transformed, refuse)
 
 

@@ -1,0 +1,54 @@
+// What a launcher is given of a tensor, without torch: launchers, CPU kernels and bindings include it. docs/builder.md has the convention.
+#pragma once
+
+#include <stdint.h>
+
+// CPU kernels are compiled several times with different -m flags: what they share is inlined, or the linker keeps one of them for all.
+#define FLEXOPS_INLINE [[gnu::always_inline]] inline
+
+namespace flexops {
+
+/// The dtypes that ops tell apart; everything else is `other`.
+enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, e4m3, e5m2, other };
+
+FLEXOPS_INLINE const char* dtype_name(Dtype dtype) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",         "int16",
+                                    "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+/// Bytes of one element; 0 for `other`.
+FLEXOPS_INLINE int64_t dtype_size(Dtype dtype) {
+  constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 1, 1, 0};
+  return kSizes[static_cast<int>(dtype)];
+}
+
+/// Borrowed for the call. Sizes and strides count elements; an optional tensor that is not given is false.
+struct TensorView {
+  void* data = nullptr;
+  Dtype dtype = Dtype::other;
+  int64_t dim = -1, numel = 0;
+  const int64_t *sizes = nullptr, *strides = nullptr;  // the host's
+
+  FLEXOPS_INLINE explicit operator bool() const { return dim >= 0; }
+  /// From the last one, if d is negative.
+  FLEXOPS_INLINE int64_t size(int64_t d) const { return sizes[d < 0 ? d + dim : d]; }
+  FLEXOPS_INLINE int64_t stride(int64_t d) const { return strides[d < 0 ? d + dim : d]; }
+  /// Elements of a row, along the last dimension, and how many rows there are. A scalar is one row of one.
+  FLEXOPS_INLINE int64_t columns() const { return dim > 0 ? sizes[dim - 1] : 1; }
+  FLEXOPS_INLINE int64_t rows() const { return columns() > 0 ? numel / columns() : 0; }
+  template <typename T>
+  FLEXOPS_INLINE T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+/// A list of tensors.
+struct TensorViews {
+  const TensorView* views = nullptr;
+  int64_t count = 0;
+
+  FLEXOPS_INLINE const TensorView& operator[](int64_t i) const { return views[i]; }
+};
+
+}  // namespace flexops

@@ -1,0 +1,43 @@
+"""The public door to flexops' builder: other projects have their kernels built, loaded, checked and packaged as flexops has its own. See docs/builder.md.
+
+    from flexops import builder
+
+    lib = builder.Library("mylib", root=__file__)
+
+    @lib.op("scale(Tensor x, float factor) -> Tensor", family="scale")
+    def scale(x, factor):
+        return x * factor
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..op_builder.schema import FLOATS as FLOATS
+    from ..op_builder.schema import Output as Output
+    from .library import Library as Library
+    from .library import Op as Op
+    from .packaging import commands as commands
+    from .packaging import extensions as extensions
+
+_PUBLIC = {
+    "FLOATS": "flexops.op_builder.schema",
+    "Library": "flexops.builder.library",
+    "Op": "flexops.builder.library",
+    "Output": "flexops.op_builder.schema",
+    "commands": "flexops.builder.packaging",
+    "extensions": "flexops.builder.packaging",
+}
+
+__all__ = ["FLOATS", "Library", "Op", "Output", "commands", "extensions"]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a public name at its first use: a setup script needs no torch, a library no setuptools."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'flexops.builder' has no attribute {name!r}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,251 @@
+"""A project's operators: declared once, registered with torch, and known to the builder."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import FlexopsError
+from ..op_builder import catalog, schema
+from ..op_builder.binding import in_words
+from ..op_builder.schema import Dimensions, Output, Signature
+from ..op_builder.spec import OpSpec, Project
+from ..ops import _register
+
+_TAKEN = ("aten", "c10", "flexops", "prim", "prims", "std", "torch")
+F = TypeVar("F", bound=Callable[..., Any])
+
+self_checks: dict[str, list[Callable[[str], float]]] = {}
+"""What ``flexops doctor`` runs, by family; each gives the largest difference from the reference on a device."""
+
+
+class Library:
+    """Operators of one project, in a namespace of their own: ``torch.ops.<name>``.
+
+    Args:
+        name: the namespace, in torch and in C++.
+        root: the ``__file__`` of the package's ``__init__``, or its directory; sources are in ``csrc/<family>/`` there.
+
+    Raises:
+        FlexopsError: the name is none, or taken.
+    """
+
+    def __init__(self, name: str, *, root: str | os.PathLike[str]) -> None:
+        if not name.isidentifier() or not name.isascii() or name in (*_TAKEN, *schema.RESERVED):
+            required = f"an identifier, none of {', '.join(_TAKEN)} and no word of C++"
+            raise FlexopsError(f"no library can be called {name!r}", required=required, fix="give it another name")
+        place = Path(os.path.abspath(root))
+        self.name = name
+        self.project = Project(name, place.parent if place.suffix == ".py" or place.suffix == ".pyc" else place)
+        self.ops: dict[str, Op] = {}
+        catalog.register(self.project)
+
+    def op(
+        self,
+        text: str,
+        *,
+        family: str,
+        dtypes: Mapping[str, object] | None = None,
+        shapes: Mapping[str, str] | None = None,
+        strided: Sequence[str] = (),
+        outputs: Output | Sequence[Output] = (),
+        split: str = "elements",
+        own_binding: bool = False,
+    ) -> Callable[[Callable[..., Any]], Op]:
+        """Declare an operator; decorates its reference: plain PyTorch with the schema's arguments, which is fallback and oracle.
+
+        Args:
+            text: its schema, ``scale(Tensor x, float factor) -> Tensor``, without defaults and keyword-only arguments: those are the reference's.
+            family: the folder of ``csrc`` whose launchers implement it.
+            dtypes: by tensor argument, the dtypes that it may have (one or several), or another argument, whose it must have. By default the first
+                tensor may be float32, float16 or bfloat16, and the others must have its dtype.
+            shapes: by tensor argument, the shape that it must have, in the words of ``Output``: ``{"weight": "x[-1]"}``.
+            strided: tensor arguments that the launcher takes with any strides; the others it gets contiguous.
+            outputs: how results are allocated, one ``Output`` for each; by default as the first tensor. The fake kernel says the same.
+            split: what the CPU's launcher is called for on several threads: parts of the first result's ``elements`` or ``rows``, or the ``whole`` at once.
+            own_binding: the family has a hand-written ``<family>_binding.cpp``, and the schema what the builder writes no binding for; then nothing is
+                checked by what the declaration says, and the operator needs a ``fake`` of its own.
+
+        Raises:
+            FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
+        """
+        signature = None
+        if not own_binding:
+            every = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+            signature = schema.declare(text, dtypes=dtypes, shapes=shapes, strided=strided, outputs=every, split=split)
+        name = signature.schema.name if signature else text.partition("(")[0].strip()
+
+        def declared(reference: Callable[..., Any]) -> Op:
+            if name in self.ops:
+                places = [f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}" for function in (self.ops[name].reference, reference)]
+                raise FlexopsError(f"{self.name}.{name} is declared twice", found=" and ".join(places), fix="give one of them another name")
+            self.ops[name] = Op(self, text, signature, family, reference)
+            known = self.project.label(family)
+            before = next((spec for spec in catalog.specs() if spec.name == known), OpSpec(family, (), self.project))
+            more = (signature,) if signature else ()
+            catalog.add(OpSpec(family, (*before.ops, name), self.project, signatures=(*before.signatures, *more)))
+            return self.ops[name]
+
+        return declared
+
+
+class Op:
+    """One operator, and the public function that calls it. What decorates further functions adds to it.
+
+    Attributes:
+        op: torch's: ``torch.ops.<library>.<name>.default``.
+        reference: plain PyTorch.
+        family: what it is built with.
+    """
+
+    def __init__(self, library: Library, text: str, signature: Signature | None, family: str, reference: Callable[..., Any]) -> None:
+        self.library, self.signature, self.family, self.reference = library, signature, family, reference
+        name = text.partition("(")[0].strip()
+        self.label = f"{library.name}.{name}"
+        self._names = [argument.name for argument in signature.schema.arguments] if signature else list(inspect.signature(reference).parameters)
+        self._fake: Callable[..., Any] | None = functools.partial(_fake, signature) if signature else None
+        self._check: Callable[..., None] | None = None
+        functools.update_wrapper(self, reference)
+        try:
+            _register.define(family, text, reference, self._fake_of, check=self._refuse, project=library.project)
+        except (RuntimeError, ValueError) as error:
+            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
+        self.op = getattr(getattr(torch.ops, library.name), name).default
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) < len(self._names):
+            args = self._bound(args, kwargs)
+        return _register.caller(self.op)(*args)
+
+    def __repr__(self) -> str:
+        return f"<operator {self.label}>"
+
+    def fake(self, function: F) -> F:
+        """Gives results' shapes, dtypes and devices from the arguments, if ``outputs`` cannot say them; then the binding is hand-written, as a rule."""
+        self._fake = function
+        return function
+
+    def check(self, function: F) -> F:
+        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments."""
+        self._check = function
+        return function
+
+    def self_check(self, function: Callable[[str], float]) -> Callable[[str], float]:
+        """Runs the operator on a device and gives its largest difference from the reference: for ``flexops doctor``."""
+        self_checks.setdefault(self.library.project.label(self.family), []).append(function)
+        return function
+
+    def backward(self, function: F | None = None, *, saves: Sequence[str] | None = None) -> Any:
+        """The gradient: ``(ctx, *gradients of the results) -> gradients of the arguments, in their order`` (those left off at the end have none).
+
+        ``ctx.saved_tensors`` has the tensors named in ``saves``, of arguments and results; by default every tensor argument. Arguments that are no tensors
+        are attributes of ``ctx``. A gradient that nobody asked for is None.
+        """
+        if function is None:
+            return functools.partial(self.backward, saves=saves)
+        tensors = [argument.name for argument in self.op._schema.arguments if "Tensor" in str(argument.type) and "List" not in str(argument.type)]
+        kept, names, results = list(tensors if saves is None else saves), self._names, [result.name for result in self.op._schema.returns]
+        results = list(self.signature.schema.results) if self.signature else results
+        if unknown := [name for name in kept if name not in tensors and name not in results]:
+            required = f"tensors among {', '.join([*tensors, *results])}"
+            raise FlexopsError(f"{self.label} cannot save {', '.join(unknown)} for its gradient", required=required, fix="correct saves=")
+        scalars = [name for name in names if name not in tensors]
+
+        def keep(ctx: Any, args: tuple[Any, ...], result: Any) -> None:
+            there = dict(zip(names, args, strict=True)) | dict(zip(results, result if isinstance(result, tuple) else (result,), strict=True))
+            ctx.save_for_backward(*(there[name] for name in kept))
+            for name in scalars:
+                setattr(ctx, name, there[name])
+
+        def gradient(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            made = function(ctx, *gradients)
+            made = made if isinstance(made, tuple) else (made,)
+            return (*made, *(None,) * (len(names) - len(made)))
+
+        _register.add_gradient(self.op, keep, gradient)
+        return function
+
+    def _fake_of(self, *args: Any) -> Any:
+        if self._fake is None:
+            raise NotImplementedError(f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake")
+        return self._fake(*args)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        bound = inspect.signature(self.reference).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
+
+    def _refuse(self, *args: Any) -> None:
+        if self.signature:
+            _check(self.label, self.signature, dict(zip(self._names, args, strict=False)))
+        if self._check:
+            self._check(*args)
+
+
+# ---- what a signature says, in Python: the words are those of the binding ------------------------------------------------------------------
+
+
+def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
+    found: list[tuple[str, str, Tensor]] = []
+    for argument in signature.schema.arguments:
+        if argument.type != "Tensor":
+            continue
+        value, name = given[argument.name], argument.name
+        if argument.many:
+            items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        else:
+            items = [] if value is None and argument.optional else [(name, value)]
+        for called, item in items:
+            if not isinstance(item, Tensor):
+                raise TypeError(f"{label}: {called} must be a tensor, got {type(item).__name__}")
+            found.append((name, called, item))
+    for name, called, tensor in found:
+        allowed = dict(signature.dtypes)[name]
+        other = given.get(allowed[0])
+        if isinstance(other, Tensor):
+            if tensor.dtype != other.dtype:
+                raise TypeError(f"{label}: {called} must be {str(other.dtype)[6:]}, as {allowed[0]}, got {str(tensor.dtype)[6:]}")
+        elif str(tensor.dtype)[6:] not in allowed:
+            raise TypeError(f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}")
+    for name, called, tensor in found:
+        shape = dict(signature.shapes).get(name)
+        if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
+            raise ValueError(f"{label}: {called} must have shape {list(wanted)}, got {list(tensor.shape)}")
+
+
+def _fake(signature: Signature, *args: Any) -> Any:
+    given = dict(zip((argument.name for argument in signature.schema.arguments), args, strict=True))
+    first = given[signature.first]
+    made = []
+    for output in signature.outputs:
+        like = given.get(output.dtype, output.dtype) if output.dtype else first
+        dtype = like.dtype if isinstance(like, Tensor) else getattr(torch, like) if isinstance(like, str) else like
+        made.append(first.new_empty(_shape(signature.schema.name, output.shape or signature.first, given), dtype=dtype))
+    return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+
+def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(size for part in schema.dimensions(text) for size in _sizes(label, part, given))
+
+
+def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ...]:
+    if not part.name:
+        return (part.number,)
+    value = given[part.name]
+    if not isinstance(value, Tensor):
+        return (value,)
+    if not part.single:
+        return tuple(value.shape[part.first : part.last])
+    at = part.first or 0
+    if not -value.dim() <= at < value.dim():
+        least = -at if at < 0 else at + 1
+        raise ValueError(f"{label}: {part.name} must have at least {least} dimensions, got shape {list(value.shape)}")
+    return (value.shape[at],)

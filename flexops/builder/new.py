@@ -1,0 +1,42 @@
+"""Writes a package to start from: the repository's ``examples/scale_lib``, under another name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..errors import FlexopsError
+from ..op_builder import layout
+from ..op_builder.schema import RESERVED
+
+_NAME, _FAMILY = "mylib", "scale"
+
+
+def write(name: str, family: str, where: Path) -> list[Path]:
+    """Write the package ``name`` with one family into ``where/name``; returns its files.
+
+    Raises:
+        FlexopsError: a name is none, or there is something already.
+    """
+    for what, given in (("a package", name), ("a family", family)):
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", given) or given in RESERVED:
+            required = "lower-case letters, digits and underscores, no word of C++"
+            raise FlexopsError(f"{what} cannot be called {given!r}", required=required, fix="give it another name")
+    root = where / name
+    if root.exists():
+        raise FlexopsError(f"{root} is there already", required="a directory that is not there yet", fix="give the package another name, or remove it")
+    template = layout.example_root()
+    written = []
+    for path in sorted(template.rglob("*")):
+        relative = path.relative_to(template)
+        if path.is_file() and not {"__pycache__", "_aot", "build"}.intersection(relative.parts) and path.suffix != ".pyc":
+            target = root / _renamed(str(relative), name, family)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8")
+            written.append(target)
+    return written
+
+
+def _renamed(text: str, name: str, family: str) -> str:
+    renamed = {_NAME: name, _FAMILY: family, _FAMILY.title(): family.title().replace("_", "")}
+    return re.sub("|".join(renamed), lambda match: renamed[match[0]], text)

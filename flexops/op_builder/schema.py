@@ -1,0 +1,240 @@
+"""An operator's schema and what else its declaration says, read without torch: from this its binding is written, and its checks and fake kernel are made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import FlexopsError
+
+DTYPES = {
+    "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
+    "bool": "boolean", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
+}  # fmt: skip
+"""torch's names of the dtypes that bindings tell apart, and those of ``Dtype`` in ``csrc/common/tensor_view.h``."""
+FLOATS = ("float32", "float16", "bfloat16")
+SPLITS = ("elements", "rows", "whole")
+
+RESERVED = frozenset(
+    """alignas auto bool break case catch char class const continue default delete do double else enum explicit export extern false float for friend goto if
+    inline int long mutable namespace new operator private protected public register return short signed sizeof static struct switch template this throw true
+    try typedef typename union unsigned using virtual void volatile while""".split()  # noqa: SIM905
+)
+
+_SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
+_RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
+_DIMENSIONS = re.compile(r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)")
+_EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
+
+
+class Argument(NamedTuple):
+    """One argument: ``type`` without what makes it written, optional or a list."""
+
+    name: str
+    type: str
+    optional: bool = False
+    many: bool = False
+    written: bool = False
+
+
+class Schema(NamedTuple):
+    """``name(arguments) -> (results)``; results are tensors, by name."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+
+    def find(self, name: str) -> Argument | None:
+        return next((argument for argument in self.arguments if argument.name == name), None)
+
+
+def parse(text: str) -> Schema:
+    """The schema in a text.
+
+    Raises:
+        FlexopsError: it is none, or has types that the builder does not know.
+    """
+    match = _SCHEMA.fullmatch(text)
+    if match is None:
+        raise _unread(text, "it has not the form name(arguments) -> results")
+    arguments = tuple(_argument(text, one) for one in _split(match[2]))
+    listed = match[3].strip()
+    results = _split(listed[1:-1] if listed.startswith("(") else listed)
+    names = []
+    for number, result in enumerate(results):
+        found = _RESULT.fullmatch(result)
+        if found is None:
+            raise _unread(text, f"{result!r} is no result that the builder knows: Tensor, several of them in parentheses, or ()")
+        names.append(found[1] or ("out" if len(results) == 1 else f"out{number}"))
+    every = [argument.name for argument in arguments] + names
+    if reserved := sorted(RESERVED.intersection(every)):
+        raise _unread(text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written")
+    if repeated := sorted({name for name in every if every.count(name) > 1}):
+        raise _unread(text, f"{', '.join(repeated)} stands there twice")
+    return Schema(match[1], arguments, tuple(names))
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
+def _argument(schema: str, text: str) -> Argument:
+    if "=" in text or text == "*":
+        raise _unread(schema, f"{text!r}: defaults and keyword-only arguments are the Python function's, not the schema's")
+    match = _ARGUMENT.fullmatch(text)
+    if match is None or (match[3] and (match[1] != "Tensor" or match[4])) or (match[2] and match[1] != "Tensor"):
+        known = "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?, bool?"
+        raise _unread(schema, f"{text!r} is no argument that the builder knows: {known}")
+    return Argument(match[5], match[1].replace("SymInt", "int"), bool(match[4]), bool(match[3]), bool(match[2]))
+
+
+def _unread(schema: str, found: str) -> FlexopsError:
+    return FlexopsError(f"the schema {schema!r} cannot be read", found=found, required=f"such as {_EXAMPLE}", fix="correct the schema")
+
+
+# ---- what a declaration says beside the schema ---------------------------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    """How a result is allocated.
+
+    Attributes:
+        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument. "" for the first tensor's.
+        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. "" for the first tensor's.
+    """
+
+    shape: str = ""
+    dtype: str = ""
+
+
+class Dimensions(NamedTuple):
+    """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, or a number (no ``name``)."""
+
+    name: str = ""
+    first: int | None = None
+    last: int | None = None
+    single: bool = False
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An operator as it is declared.
+
+    Attributes:
+        schema: its schema.
+        dtypes: for tensor arguments, which dtypes they may have, or (one item, an argument's name) whose they must have.
+        shapes: for tensor arguments, which shape they must have, in ``Output``'s words.
+        strided: tensor arguments that the launcher takes with any strides; the others are made contiguous first.
+        outputs: one for each result.
+        split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first result (or of what is written), or the ``whole``.
+    """
+
+    schema: Schema
+    dtypes: tuple[tuple[str, tuple[str, ...]], ...]
+    shapes: tuple[tuple[str, str], ...]
+    strided: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    split: str
+
+    @property
+    def first(self) -> str:
+        """The tensor whose device, and without other word whose shape and dtype, counts."""
+        return next(argument.name for argument in self.schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.schema.arguments if argument.written)
+
+
+def declare(
+    schema: str,
+    *,
+    dtypes: Mapping[str, object] | None = None,
+    shapes: Mapping[str, str] | None = None,
+    strided: Sequence[str] = (),
+    outputs: Sequence[Output] = (),
+    split: str = "elements",
+) -> Signature:
+    """A signature, complete and checked.
+
+    Raises:
+        FlexopsError: the schema cannot be read, or a constraint names what the schema has not.
+    """
+    read = parse(schema)
+    tensors = [argument.name for argument in read.arguments if argument.type == "Tensor"]
+    first = next((argument.name for argument in read.arguments if argument.type == "Tensor" and not argument.optional and not argument.many), None)
+    if first is None:
+        raise _unread(schema, "it has no argument of type Tensor, whose device would say which kernel runs")
+    asked = {name: _dtypes(value) for name, value in (dtypes or {}).items()}
+    every = tuple((name, asked.get(name, FLOATS if name == first else (first,))) for name in tensors)
+    if outputs and len(outputs) != len(read.results):
+        raise FlexopsError(f"{read.name} declares {len(outputs)} outputs", required=f"one for each of its {len(read.results)} results", fix="correct outputs=")
+    made = tuple(outputs) or (Output(),) * len(read.results)
+    lists = tuple(argument.name for argument in read.arguments if argument.many and argument.written)  # nothing is copied in their stead
+    signature = Signature(read, every, tuple((shapes or {}).items()), (*strided, *lists), made, split)
+    _check(signature, asked)
+    return signature
+
+
+def dimensions(text: str) -> tuple[Dimensions, ...]:
+    """The parts of a shape; ``ValueError`` if it is none."""
+    parts = []
+    for item in _split(text):
+        match = _DIMENSIONS.fullmatch(item)
+        if match is None:
+            raise ValueError(item)
+        name, begin, colon, end, number = match.groups()
+        if number:
+            parts.append(Dimensions(number=int(number)))
+        elif colon:
+            parts.append(Dimensions(name, int(begin or 0), None if end is None else int(end)))
+        elif begin:
+            parts.append(Dimensions(name, int(begin), single=True))
+        elif "[" in item:
+            raise ValueError(item)
+        else:
+            parts.append(Dimensions(name))
+    return tuple(parts)
+
+
+def _dtypes(value: object) -> tuple[str, ...]:
+    one = isinstance(value, str) or not isinstance(value, (tuple, list))
+    return tuple(str(item).removeprefix("torch.") for item in ((value,) if one else value))  # type: ignore[attr-defined]
+
+
+def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
+    """Every name that a constraint uses is there."""
+    schema = signature.schema
+
+    def refuse(what: str, found: str, required: str) -> FlexopsError:
+        return FlexopsError(f"{schema.name}: {what} cannot be understood", found=found, required=required, fix=f"correct {what.partition('[')[0]}=")
+
+    tensors = [argument.name for argument in schema.arguments if argument.type == "Tensor"]
+    always = [argument.name for argument in schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many]
+    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", signature.strided)):
+        for name in names:
+            if name not in tensors:
+                raise refuse(what, name, f"a tensor argument: {', '.join(tensors)}")
+    for name, allowed in signature.dtypes:
+        for one in allowed:
+            if one not in DTYPES and (one not in always or len(allowed) > 1):
+                raise refuse(f"dtypes[{name!r}]", one, f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}")
+    scalars = {argument.name: argument.type for argument in schema.arguments if argument.type != "Tensor" and not argument.optional}
+    for output in signature.outputs:
+        if output.dtype and output.dtype not in (*DTYPES, *always) and scalars.get(output.dtype) != "ScalarType":
+            raise refuse("outputs", output.dtype, f"a dtype; or an argument that has one: {', '.join(always)}")
+    for shape in (*dict(signature.shapes).values(), *(output.shape for output in signature.outputs)):
+        try:
+            parts = dimensions(shape)
+        except ValueError as error:
+            raise refuse("shapes" if shape in dict(signature.shapes).values() else "outputs", str(error), "dimensions such as x[:-1], 4") from None
+        for part in parts:
+            plain = part.first is None and scalars.get(part.name) == "int"
+            if part.name and not plain and part.name not in always:
+                raise refuse("outputs or shapes", part.name, f"an int, or a tensor that is always there: {', '.join(always)}")
+    if signature.split not in SPLITS:
+        raise refuse("split", signature.split, " or ".join(SPLITS))

@@ -1,0 +1,366 @@
+"""Other projects' kernels through ``flexops.builder``: the example, a library that uses all that schemas have, wheels, and what goes wrong.
+
+Each test runs its library in a process of its own, because a namespace is registered for the life of a process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from builds import REPOSITORY
+
+from flexops.toolchain.model import HostCompiler
+
+EXAMPLE = REPOSITORY / "examples" / "scale_lib"
+CALL = "import torch, mylib, flexops; x = torch.linspace(-1, 1, 7); assert torch.equal(mylib.scale(x, 3.0), x * 3.0)\n"
+WHERE = "print(*[(one.backend, one.reason, one.fix) for one in flexops.status() if (one.op, one.device) == ('mylib.scale', 'cpu')])"
+
+
+def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -> str:
+    """What a Python program prints, warnings included; the program sees flexops and what is in ``places``."""
+    path = os.pathsep.join(map(str, (*places, REPOSITORY)))
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def package(tmp_path: Path, host_compiler: HostCompiler) -> Path:
+    """A copy of the example, to be changed."""
+    assert host_compiler
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+BUILD = """
+from flexops import settings
+from flexops.op_builder import aot
+import mylib
+for result in aot.build(("mylib",), settings.current(), devices={devices}, arch_list="9.0"):
+    print(result.plan.name, result.error, [kernel.plan.expression for kernel in result.kernels])
+"""
+
+
+def test_the_examples_device_code_compiles_for_a_gpu_that_is_not_here() -> None:
+    said = run(BUILD.format(devices=("cuda",)), EXAMPLE)
+    for dtype in ("float", "flexops::f16", "flexops::bf16"):
+        assert f"mylib::scale_kernel<{dtype}>" in said
+
+
+WIDE = '''
+import torch
+from flexops import builder
+lib = builder.Library("wide", root=__file__)
+
+@lib.op("mix(Tensor x, Tensor? bias, Tensor[] more, float scale, int count, float? shift, bool twice, ScalarType dtype) -> (Tensor y, Tensor sums)",
+        family="wide", dtypes={"x": "float32", "bias": "x", "more": "float32"}, shapes={"bias": "x[-1]", "more": "x"}, split="whole",
+        outputs=(builder.Output("x[:-1], count", "x"), builder.Output("x[0]", "dtype")))
+def mix(x, bias, more, scale, count, shift=None, twice=False, dtype=torch.int64):
+    whole = (x if bias is None else x + bias) * scale + sum(more) + (0.0 if shift is None else shift)
+    whole = whole * 2 if twice else whole
+    return whole.sum(-1, keepdim=True).expand(*x.shape[:-1], count).clone(), torch.full((x.shape[0],), count, dtype=dtype)
+
+@lib.op("add_(Tensor(a!) x, Tensor y) -> ()", family="wide", shapes={"y": "x"}, strided=("y",), split="rows")
+def add_(x, y):
+    x.add_(y)
+'''
+WIDE_CPU = """
+#include "common/cpu_elements.h"
+namespace wide::FLEXOPS_ISA {
+using namespace flexops;
+using namespace flexops::FLEXOPS_ISA;
+void mix_cpu(const TensorView& x, const TensorView& bias, const TensorViews& more, double scale, int64_t count, const double* shift, bool twice, Dtype dtype,
+             const TensorView& y, const TensorView& sums) {
+  const int64_t columns = x.columns();
+  for (int64_t row = 0; row < x.rows(); ++row) {
+    double total = 0;
+    for (int64_t column = 0; column < columns; ++column) {
+      const int64_t i = row * columns + column;
+      double value = (x.as<float>()[i] + (bias ? bias.as<float>()[column] : 0)) * scale + (shift ? *shift : 0);
+      for (int64_t k = 0; k < more.count; ++k) value += more[k].as<float>()[i];
+      total += twice ? 2 * value : value;
+    }
+    for (int64_t k = 0; k < count; ++k) y.as<float>()[row * count + k] = static_cast<float>(total);
+  }
+  for (int64_t i = 0; i < sums.numel; ++i) {
+    if (dtype == Dtype::i64) sums.as<int64_t>()[i] = count;
+    else sums.as<float>()[i] = static_cast<float>(count);
+  }
+}
+void add__cpu(const TensorView& x, const TensorView& y, int64_t begin, int64_t end) {
+  with_floats(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t column = 0; column < x.size(1); ++column) {
+        const int64_t at = row * x.size(1) + column;
+        store(x.as<T>(), at, load(x.as<T>(), at) + load(y.as<T>(), row * y.stride(0) + column * y.stride(1)));
+      }
+    }
+  });
+}
+}  // namespace wide::FLEXOPS_ISA
+"""
+USE_WIDE = """
+import itertools, torch, wide, flexops
+x, bias = torch.randn(5, 4).t().contiguous().t(), torch.randn(4)
+for b, more, shift, twice, dtype in itertools.product((None, bias), ([], [x + 1, x.clone()]), (None, 0.5), (False, True), (torch.int64, torch.float32)):
+    args = (x, b, more, 0.25, 3, shift, twice, dtype)
+    for actual, expected in zip(wide.mix(*args), wide.mix.reference(*args), strict=True):
+        torch.testing.assert_close(actual, expected)
+torch.testing.assert_close(wide.mix(x, count=2, bias=None, more=[], scale=1.0)[0][:, 0], x.sum(-1))  # by name, with the reference's defaults
+fake = wide.mix(x.to("meta"), None, [], 0.25, 3, None, False, torch.float32)
+assert [(one.shape, one.dtype) for one in fake] == [((5, 3), torch.float32), ((5,), torch.float32)]
+for dtype, layout in itertools.product((torch.float32, torch.bfloat16, torch.float16), range(3)):
+    whole = (torch.zeros(6, 8, dtype=dtype), torch.zeros(8, 6, dtype=dtype).t(), torch.zeros(12, 8, dtype=dtype)[::2])[layout]
+    y = torch.randn(8, 6).t().to(dtype)
+    wide.add_(whole, y)
+    assert torch.equal(whole, y), (dtype, whole.stride())
+for args, error, said in (
+    ((x, torch.randn(5), [], 1.0, 3, None, False, torch.int64), ValueError, "wide.mix: bias must have shape [4], got [5]"),
+    ((x, None, [x[:1]], 1.0, 3, None, False, torch.int64), ValueError, "wide.mix: more[0] must have shape [5, 4], got [1, 4]"),
+    ((x.double(), None, [], 1.0, 3, None, False, torch.int64), TypeError, "wide.mix: x must be float32, got float64"),
+):
+    try:
+        wide.mix(*args)
+    except error as found:
+        assert said in str(found), found
+    else:
+        raise AssertionError(said)
+    try:
+        torch.ops.wide.mix(*args)  # the binding itself, in its own words
+    except RuntimeError as found:
+        assert said.replace("wide.mix", "wide::mix").replace("more[0]", "more") in str(found), found
+    else:
+        raise AssertionError(said)
+torch.library.opcheck(torch.ops.wide.mix.default, (x, bias, [x], 0.25, 3, 0.5, True, torch.int64))
+torch.library.opcheck(torch.ops.wide.add_.default, (torch.zeros(6, 8), torch.randn(6, 8)))
+print(*[one.backend for one in flexops.status() if one.op == "wide.wide"])
+"""
+
+
+def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler) -> None:
+    assert host_compiler
+    folder = tmp_path / "wide" / "csrc" / "wide"
+    folder.mkdir(parents=True)
+    (tmp_path / "wide" / "__init__.py").write_text(WIDE)
+    (folder / "wide_cpu.cpp").write_text(WIDE_CPU)
+    assert "jit" in run(USE_WIDE, tmp_path, FLEXOPS_FALLBACK="forbid")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_another_launcher_than_the_schema_says(package: Path, device: str) -> None:
+    """Found when it is built; the text has what there is, and what there should be."""
+    edit(package / f"mylib/csrc/scale/scale_{device}.cpp", "double factor", "float factor")
+    said = run(BUILD.format(devices=(device,)), package)
+    assert f"the launcher scale_{device} is not as the schema says" in said
+    assert f"mylib::scale_{device}(const flexops::TensorView&, float, const flexops::TensorView&" in said
+    assert f"scale_{device}(const flexops::TensorView& x, double factor, const flexops::TensorView& out" in said
+
+
+def test_a_launcher_with_another_result(package: Path) -> None:
+    edit(package / "mylib/csrc/scale/scale_cpu.cpp", "void scale_cpu", "int scale_cpu")
+    said = run(BUILD.format(devices=("cpu",)), package)
+    assert "the launcher scale_cpu is not as the schema says" in said
+    assert "int mylib::" in said
+
+
+def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> None:
+    cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
+    assert "compiled in" in run(CALL + WHERE, package, **cache)
+    assert "found in the cache" in run(CALL + WHERE, package, **cache)
+    edit(package / "mylib/__init__.py", 'family="scale")', 'family="scale", dtypes={"x": ("float32", "float16")})')
+    assert "compiled in" in run(CALL + WHERE, package, **cache)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("builder.Library('mylib', root='/elsewhere')", "mylib is registered twice"),
+        ("builder.Library('flexops', root='/elsewhere')", "no library can be called"),
+        ("builder.Library('my-lib', root='/elsewhere')", "no library can be called"),
+        ("mylib.lib.op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)", "mylib.scale is declared twice"),
+        ("mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)", "cannot be read"),
+        ("mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)", "torch does not take the schema"),
+        ("mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))", "cannot save nothing"),
+    ],
+)
+def test_declarations_that_cannot_be(code: str, said: str) -> None:
+    imports = "import mylib\nfrom flexops import builder\nfrom flexops.errors import FlexopsError\n"
+    program = f"{imports}try:\n    {code}\nexcept FlexopsError as error:\n    print(error)"
+    assert said in run(program, EXAMPLE)
+
+
+def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path: Path) -> None:
+    archive = tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in (EXAMPLE / "mylib").rglob("*"):
+            packed.write(path, path.relative_to(EXAMPLE))
+    said = run(CALL + WHERE, archive)
+    assert "zip archive" in said
+    assert "runs as plain PyTorch" in said
+
+
+def test_a_family_without_a_folder_says_where_it_was_looked_for(package: Path) -> None:
+    shutil.rmtree(package / "mylib/csrc/scale")
+    assert "csrc/scale/scale_cpu.cpp" in run(CALL + WHERE, package)
+
+
+def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
+    text = (package / "mylib/__init__.py").read_text()
+    (package / "mylib/__init__.py").write_text(f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n")
+    done = contract(package, "-k", "without_memory or opcheck")
+    assert done.returncode == 1, done.stdout
+    assert "2 failed" in done.stdout, done.stdout
+
+
+def contract(package: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A package's own tests, as its author runs them: without the settings of this suite."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package), str(package / "tests"), *options]
+    path = os.pathsep.join([str(package), str(REPOSITORY)])
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, cwd=package, capture_output=True, text=True)
+
+
+def test_the_examples_own_tests_pass(package: Path) -> None:
+    done = contract(package, FLEXOPS_FALLBACK="forbid")
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+# ---- wheels --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> Path:
+    """The example, built into a wheel and installed into a directory of its own."""
+    assert host_compiler
+    folder = tmp_path_factory.mktemp("wheel")
+    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    done = wheel(Path(source), folder / "dist", TORCH_CUDA_ARCH_LIST="9.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (folder / "dist").iterdir()
+    assert made.name.startswith("mylib-0.1.0-py3-none-linux_")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder / "site"), str(made)], check=True)
+    return folder / "site"
+
+
+def wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(out), str(source)]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}, capture_output=True, text=True)
+
+
+def test_a_wheel_has_libraries_kernels_and_sources(installed: Path) -> None:
+    there = {path.name for path in (installed / "mylib" / "_aot").iterdir()}
+    assert {"mylib.scale-cpu", "mylib.scale-cuda"} <= there
+    assert len([name for name in there if name.startswith("mylib.scale-sm_90-")]) == 3
+    assert {path.name for path in (installed / "mylib/csrc/scale").iterdir()} == {path.name for path in (EXAMPLE / "mylib/csrc/scale").iterdir()}
+
+
+def test_an_installed_library_needs_no_compiler_and_writes_nothing(installed: Path, tmp_path: Path) -> None:
+    for path in (installed, *installed.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = sorted(installed.rglob("*"))
+    nothing = {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid", "FLEXOPS_CACHE_DIR": str(tmp_path / "none"), "PYTHONDONTWRITEBYTECODE": "1", "PATH": ""}
+    assert "aot" in run(CALL + WHERE, installed, **nothing)
+    assert sorted(installed.rglob("*")) == before
+
+
+def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> None:
+    """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since are no reason to refuse it."""
+    newer = "from flexops.op_builder import manifest, layout; from pathlib import Path; import shutil\n"
+    headers = f"shutil.copytree(layout.csrc_root(), {str(tmp_path / 'csrc')!r}); layout.csrc_root = lambda: Path({str(tmp_path / 'csrc')!r})\n"
+    headers += "(layout.csrc_root() / 'common/tensor_view.h').write_text('#error')\n"
+    off = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path / "none")}
+    assert "aot" in run(newer + headers + CALL + WHERE, installed, **off)
+    said = run(f"{newer}manifest.ABI += 1\n{CALL}{WHERE}", installed, **off)
+    assert "reference" in said
+    assert "ABI" in said
+
+
+def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None:
+    program = "import sys; sys.argv = ['flexops', 'build', 'mylib', '--device', 'cpu']; from flexops.cli import main; main()"
+    assert "mylib.scale-cpu" in run(program, installed)
+    program = "import flexops.doctor.trial as trial\nprint([one for one in trial.ops() if one.name == 'mylib.scale' and one.device == 'cpu'])"
+    said = run(program, installed)
+    assert "backend='aot'" in said
+    assert "max_error=0.0" in said
+
+
+def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) -> None:
+    edit(package / "mylib/csrc/scale/scale_cpu.cpp", "double factor", "float factor")
+    done = wheel(package, tmp_path / "dist")
+    assert done.returncode != 0
+    assert "the launcher scale_cpu is not as the schema says" in done.stdout + done.stderr
+    edit(package / "mylib/__init__.py", "import torch\n", "import torch\nimport nothing_of_that_name\n")
+    done = wheel(package, tmp_path / "dist")
+    assert done.returncode != 0
+    assert "--no-build-isolation" in done.stdout + done.stderr
+
+
+def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), "-e", str(package)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (package / "mylib" / "_aot").exists()
+    seen = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
+    assert "jit" in run(seen + CALL + WHERE, cwd=tmp_path)
+    edit(package / "mylib/csrc/scale/scale_cpu.cpp", "* static_cast<float>(factor)", "* 3.0f")
+    assert "compiled in" in run(seen + CALL + WHERE, cwd=tmp_path)
+
+
+# ---- flexops new, and the other examples ---------------------------------------------------------------------------------------------------
+
+
+def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_path: Path, host_compiler: HostCompiler) -> None:
+    assert host_compiler
+    program = "import sys; sys.argv = ['flexops', 'new', 'other', '--family', 'double_it']; from flexops.cli import main; main()"
+    run(program, cwd=tmp_path)
+    made = tmp_path / "other"
+    assert (made / "other/csrc/double_it/double_it.cuh").is_file()
+    assert "mylib" not in "".join(path.read_text() for path in made.rglob("*") if path.is_file())
+    done = contract(made, "-k", "reference or opcheck or gradcheck or accuracy", FLEXOPS_FALLBACK="forbid")
+    assert done.returncode == 0, done.stdout
+    again = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode != 0
+    assert "there already" in again.stderr
+
+
+def test_a_newcomer_writes_little_that_is_no_formula() -> None:
+    """The whole example, but for blank lines, comments and closing braces; a dozen lines of it are the formula, its launch and its check."""
+    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".cpp", ".cuh", ".toml") and "_aot" not in path.parts]
+    lines = [line.strip() for path in files for line in path.read_text().splitlines() if line.strip()]
+    assert len([line for line in lines if line[0] not in "/})" and not line.startswith("# ")]) <= 72
+
+
+MOVED = """
+import torch, softcap_lib, flexops
+x = torch.randn(3, 100, requires_grad=True)
+y = softcap_lib.softcap(x, 2.0)
+torch.testing.assert_close(y, 2 * torch.tanh(x / 2))
+torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 1 - torch.tanh(x / 2) ** 2)
+from flexops import settings
+from flexops.op_builder import aot
+(result,) = aot.build(("softcap_lib",), settings.current(), devices=("cuda",), arch_list="9.0")
+print(result.error, len(result.kernels))
+"""
+
+
+def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(host_compiler: HostCompiler) -> None:
+    assert host_compiler
+    assert "None 6" in run(MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid")
+
+
+def test_a_pybind11_extension_that_was_moved_from_cpp_extension(host_compiler: HostCompiler) -> None:
+    assert host_compiler
+    said = run(f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r}, run_name='__main__')")
+    assert "tensor([3., 3.], dtype=torch.float64)" in said

@@ -1,0 +1,91 @@
+"""Schemas and what declarations say beside them: what is read, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexops.errors import FlexopsError
+from flexops.op_builder import binding, schema
+from flexops.op_builder.schema import Argument, Dimensions, Output, declare, dimensions, parse
+
+
+def test_every_kind_of_argument_is_read() -> None:
+    text = "f(Tensor x, Tensor(a!) y, Tensor? mask, Tensor[] more, float s, int n, SymInt m, bool b, ScalarType t, float? o) -> (Tensor first, Tensor second)"
+    read = parse(text)
+    assert read.name == "f"
+    assert read.results == ("first", "second")
+    assert read.arguments == (
+        Argument("x", "Tensor"), Argument("y", "Tensor", written=True), Argument("mask", "Tensor", optional=True), Argument("more", "Tensor", many=True),
+        Argument("s", "float"), Argument("n", "int"), Argument("m", "int"), Argument("b", "bool"), Argument("t", "ScalarType"),
+        Argument("o", "float", optional=True),
+    )  # fmt: skip
+    assert parse("f(Tensor x) -> Tensor").results == ("out",)
+    assert parse("f(Tensor x) -> (Tensor, Tensor)").results == ("out0", "out1")
+    assert parse("f(Tensor(a!) x) -> ()").results == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("scale Tensor x -> Tensor", "form"),
+        ("scale(Tensor x)", "form"),
+        ("scale(Tensor x, float factor=1.0) -> Tensor", "defaults"),
+        ("scale(Tensor x, *, float factor) -> Tensor", "keyword-only"),
+        ("scale(Tensor x, str mode) -> Tensor", "str mode"),
+        ("scale(Tensor x) -> Tensor(a!)", "Tensor(a!)"),
+        ("scale(Tensor x, float x) -> Tensor", "twice"),
+        ("scale(Tensor x, int default) -> Tensor", "word of C++"),
+        ("scale(float x) -> Tensor", "no argument of type Tensor"),
+    ],
+)
+def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> None:
+    with pytest.raises(FlexopsError) as caught:
+        declare(text)
+    assert said in caught.value.found
+    assert caught.value.required
+    assert caught.value.fix
+
+
+def test_shapes() -> None:
+    assert dimensions("x[:-1], 4, n, x[0]") == (Dimensions("x", 0, -1), Dimensions(number=4), Dimensions("n"), Dimensions("x", 0, single=True))
+    assert dimensions("x[1:]") == (Dimensions("x", 1),)
+    with pytest.raises(ValueError):
+        dimensions("x[")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        ({"dtypes": {"y": "float32"}}, "y"),
+        ({"dtypes": {"x": "float33"}}, "float33"),
+        ({"shapes": {"x": "z[0]"}}, "z"),
+        ({"shapes": {"x": "factor"}}, "factor"),
+        ({"shapes": {"x": "x["}}, "x["),
+        ({"strided": ("factor",)}, "factor"),
+        ({"outputs": (Output(), Output())}, "2 outputs"),
+        ({"outputs": (Output(dtype="factor"),)}, "factor"),
+        ({"split": "columns"}, "columns"),
+    ],
+)
+def test_a_constraint_on_what_is_not_there_is_refused(constraint: dict[str, object], said: str) -> None:
+    with pytest.raises(FlexopsError) as caught:
+        declare("scale(Tensor x, float factor) -> Tensor", **constraint)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_the_launchers_declaration_is_the_schemas() -> None:
+    signature = declare("f(Tensor x, Tensor? m, Tensor[] more, int n, float? o, ScalarType t) -> (Tensor y, Tensor z)", split="rows")
+    views = "const flexops::TensorView& x, const flexops::TensorView& m, const flexops::TensorViews& more"
+    rest = "int64_t n, const double* o, flexops::Dtype t, const flexops::TensorView& y, const flexops::TensorView& z"
+    assert binding.launcher("lib", signature.schema, "cuda") == f"const char* lib::f_cuda({views}, {rest}, void* stream)"
+    lines = binding.declarations("lib", [signature]).splitlines()
+    assert f"void f_cpu({views}, {rest}, int64_t begin, int64_t end);" in lines
+    assert f"const char* f_cuda({views}, {rest}, void* stream);" in lines
+    whole = binding.declarations("lib", [declare("g(Tensor x) -> Tensor", split="whole")])
+    assert "void g_cpu(const flexops::TensorView& x, const flexops::TensorView& out);" in whole
+
+
+def test_a_changed_declaration_is_another_text() -> None:
+    one, other = (binding.binding("lib", [declare("f(Tensor x) -> Tensor", dtypes={"x": dtype})], ()) for dtype in ("float32", "float64"))
+    assert one != other
+    assert set(schema.DTYPES) >= set(schema.FLOATS)
