@@ -24,19 +24,13 @@ from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
-DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*"]}
+EXAMPLE = ["builder/example/**", "builder/example/.github/**"]
+DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*", *EXAMPLE]}
 
 
 def source_packages() -> list[str]:
     """``csrc/`` and its folders, which travel as data, so that an installed flexops can compile at run time."""
     return ["flexops._csrc", *(f"flexops._csrc.{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir())]
-
-
-def example() -> list[str]:
-    """``examples/scale_lib``, which ``flexops new`` copies."""
-    root = ROOT / "examples" / "scale_lib"
-    made = {"__pycache__", "_aot", "build"}
-    return [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file() and not made.intersection(path.relative_to(root).parts)]
 
 
 def extensions() -> list[Extension]:
@@ -66,9 +60,9 @@ class BuildOps(build_ext):
 
 
 setup(
-    packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages(), "flexops._example"],
-    package_dir={"flexops._csrc": "csrc", "flexops._example": "examples/scale_lib"},
-    package_data=DATA | {name: ["*"] for name in source_packages()} | {"flexops._example": example()},
+    packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages()],
+    package_dir={"flexops._csrc": "csrc"},
+    package_data=DATA | {name: ["*"] for name in source_packages()},
     ext_modules=extensions(),
     setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],  # pip and build install them into the build's environment
     cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},

@@ -14,9 +14,8 @@ def csrc_root() -> Path:
 
 
 def example_root() -> Path:
-    """The package that ``flexops new`` copies: ``examples/scale_lib``, beside the package or inside an installed one."""
-    installed = _PACKAGE / "_example"
-    return installed if installed.is_dir() else _PACKAGE.parent / "examples" / "scale_lib"
+    """The package that ``flexops new`` copies, which is ``examples/scale_lib`` in a checkout."""
+    return _PACKAGE / "builder" / "example"
 
 
 def recipe_root() -> Path:

@@ -1,4 +1,5 @@
 import mylib
+
 from flexops.testing import Case, Contract
 
 
