@@ -313,6 +313,8 @@ class _Pool:
     def run(self, jobs: int) -> None:
         if jobs == 1:
             self._one_thread()
+            if self.failure:  # of a thread that is not the main one
+                raise self.failure
             return
         threads = [threading.Thread(target=self._one_thread, daemon=True) for _ in range(jobs)]
         for thread in threads:

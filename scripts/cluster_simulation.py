@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""What a cluster does to a remote cache: many nodes start at once with empty caches, against an object store on this machine.
+
+    python scripts/cluster_simulation.py processes [--stop]    8 nodes (cache directories) of 8 processes each; real kernels, by NVRTC
+    python scripts/cluster_simulation.py nodes [--count 1000]  nodes as threads of one process; compiling is a nap, all else is the real code
+
+``--stop`` stops the store as soon as half of the kernels are there. It exits 1 if an artifact was compiled twice although the store was there, or if a
+process failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+TYPES = ("float", "double", "int", "long", "short", "unsigned", "char", "bool", "long long", "unsigned long", "unsigned short", "unsigned char")
+SOURCE = "template <class T> __global__ void fill(T* x, T value) { x[blockIdx.x * blockDim.x + threadIdx.x] = value; }\n"
+NODES, PER_NODE = 8, 8
+KERNEL_BYTES, COMPILE_SECONDS = 8000, 0.25
+
+
+class Store:
+    """As much of S3 as a client needs, in memory: objects, conditional puts, an answer's latency, and counts of what was asked."""
+
+    def __init__(self, latency: float) -> None:
+        self.latency, self.objects = latency, dict[str, bytes]()
+        self.counts = {"GET": 0, "PUT": 0, "sent": 0, "received": 0}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *rest = head.decode().split("\r\n")
+                method, path, _ = first.split(" ")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in rest if line)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if path == "/-/counts":
+                    status, answer = "200 OK", json.dumps({**self.counts, "objects": sorted(self.objects)}).encode()
+                else:
+                    await asyncio.sleep(self.latency)
+                    status, answer = self.answer(method, path, headers, body)
+                tag = hashlib.md5(self.objects.get(path, b"")).hexdigest()
+                dates = "Last-Modified: Mon, 23 Nov 2026 00:00:00 GMT"
+                writer.write(f'HTTP/1.1 {status}\r\nContent-Length: {len(answer)}\r\nETag: "{tag}"\r\n{dates}\r\n\r\n'.encode() + answer)
+                await writer.drain()
+        writer.close()
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[str, bytes]:
+        there = self.objects.get(path)
+        self.counts[method] = self.counts.get(method, 0) + 1
+        if method == "PUT":
+            self.counts["received"] += len(body)
+            tag = f'"{hashlib.md5(there or b"").hexdigest()}"'
+            if (there is not None and headers.get("if-none-match") == "*") or headers.get("if-match", tag) != tag:
+                return "412 Precondition Failed", b""
+            self.objects[path] = body
+            return "200 OK", b""
+        self.counts["sent"] += len(there or b"")
+        return ("404 Not Found", b"") if there is None else ("200 OK", there)
+
+
+def run_store(port: int, latency: float) -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(Store(latency).serve, "127.0.0.1", port, backlog=4096, limit=1 << 22)
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+class Running:
+    """The store as a process of its own."""
+
+    def __init__(self, latency: float) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.process = multiprocessing.get_context("spawn").Process(target=run_store, args=(self.port, latency), daemon=True)
+        self.process.start()
+        while not self.counts():
+            time.sleep(0.05)
+
+    def counts(self) -> dict[str, Any]:
+        import urllib.request
+
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/counts", timeout=20) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+        return {}
+
+    def environment(self) -> dict[str, str]:
+        keys = {"AWS_ACCESS_KEY_ID": "simulated", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "us-east-1"}
+        return {**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "FLEXOPS_CACHE_REMOTE": "s3://bucket/cache", "FLEXOPS_CACHE_REMOTE_WRITE": "1"}
+
+
+def be_one_process() -> None:
+    """A process of a node: it wants every kernel, one after the other, as launches do. Without torch, whose import would be most of it."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from flexops import settings
+    from flexops.compute_capability import parse_arch_list
+    from flexops.op_builder import counters, device_code, layout, loader
+    from flexops.toolchain import nvrtc
+    from flexops.toolchain.context import SearchContext
+    from flexops.toolchain.installed_torch import package_dirs
+
+    compiler = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable[0].value
+    cache, architecture = loader.open_cache(settings.current()), parse_arch_list("9.0")[0]
+    started = time.monotonic()
+    for name in TYPES:
+        plan = device_code.TextKernel("fill", SOURCE, f"fill<{name}>", layout.csrc_root()).plan(architecture, compiler)
+        device_code.obtain([plan], cache)[0].require()
+    print(json.dumps({"seconds": time.monotonic() - started, "counters": counters.cache_stats()}))
+
+
+def start_all(folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
+    started = []
+    for number in range(NODES * PER_NODE):
+        variables = {**os.environ, **environment, "FLEXOPS_CACHE_DIR": str(folder / f"node{number % NODES}")}
+        started.append(subprocess.Popen([sys.executable, __file__, "one"], env=variables, stdout=subprocess.PIPE, text=True))
+    said = []
+    for process in started:
+        output = process.communicate(timeout=900)[0]
+        if process.returncode:
+            sys.exit(f"a process failed with status {process.returncode}")
+        said.append(json.loads(output.splitlines()[-1]))
+    return said
+
+
+def processes(latency: float, timeout: float, stop: bool) -> None:
+    store = Running(latency)
+    environment = {**store.environment(), "FLEXOPS_CACHE_REMOTE_TIMEOUT": str(timeout), "FLEXOPS_LOG": "quiet"}
+    with tempfile.TemporaryDirectory() as folder:
+        if stop:
+            threading.Thread(target=_stop_in_the_middle, args=(store,), daemon=True).start()
+        started = time.monotonic()
+        cold = start_all(Path(folder), environment)
+        cold_seconds, counts = time.monotonic() - started, store.counts()
+        started = time.monotonic()
+        warm = start_all(Path(folder), environment)
+        warm_seconds = time.monotonic() - started
+    compiled = sum(int(one["counters"]["compiler"]["hits"]) for one in cold)
+    fetched = sum(int(one["counters"]["remote"]["hits"]) for one in cold)
+    print(f"{len(cold)} processes on {NODES} nodes, {len(TYPES)} kernels: compiled {compiled}, fetched {fetched}")
+    print(f"to the last process: cold {cold_seconds:.1f} s, warm {warm_seconds:.1f} s; kernels alone, the slowest process: "
+          f"{max(one['seconds'] for one in cold):.1f} s and {max(one['seconds'] for one in warm):.2f} s")  # fmt: skip
+    print(f"store: {'stopped' if stop else {name: counts[name] for name in ('GET', 'PUT', 'sent', 'received')}}")
+    touched = not stop and store.counts()["GET"] != counts["GET"]
+    store.process.kill()
+    if touched or (compiled != len(TYPES) and not stop) or any(one["counters"]["compiler"]["hits"] for one in warm):
+        sys.exit("an artifact was compiled twice, or a warm start touched the store")
+
+
+def _stop_in_the_middle(store: Running) -> None:
+    while sum(name.endswith(".tar.gz") for name in store.counts().get("objects", ())) < len(TYPES) // 2:
+        time.sleep(0.05)
+    store.process.kill()
+
+
+class InProcess:
+    """Stands for the worker of ``remote``: the same client code, without a process for each of a thousand nodes."""
+
+    alive = True
+    bucket: Any = None
+
+    def __init__(self, url: str, limit: float) -> None:
+        from flexops.op_builder import remote_worker
+
+        InProcess.bucket = InProcess.bucket or remote_worker.Bucket(url, limit)
+
+    def ask(self, asked: dict[str, Any], _limit: float) -> dict[str, Any]:
+        from flexops.op_builder import remote_worker
+
+        try:
+            return remote_worker._answer(self.bucket, asked)
+        except Exception as error:
+            return {"error": str(error)}
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+
+def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
+    store = Running(latency)
+    os.environ.update(store.environment())
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from flexops.compute_capability import parse_arch_list
+    from flexops.op_builder import device_code, remote
+    from flexops.op_builder.cache import BuildCache
+    from flexops.toolchain.model import Version
+    from flexops.toolchain.nvrtc import DeviceCompiler
+
+    compiler, architecture = DeviceCompiler("nvrtc", Path("/none"), Version((13, 0)), "simulated"), parse_arch_list("9.0")[0]
+    names = [f"simulated{number}" for number in range(kernels)]
+    keys = {name: hashlib.sha1(name.encode()).hexdigest() for name in names}
+    plans = [device_code.KernelPlan(name, keys[name], name, "", architecture, compiler, (), {}) for name in names]
+    compiled, seconds, failed = [], [], []
+
+    def nap(_self: Any, plan: Any, output: Path, _limit: float) -> tuple[str, str]:
+        time.sleep(COMPILE_SECONDS)
+        output.write_bytes(hashlib.shake_256(plan.name.encode()).digest(KERNEL_BYTES))
+        compiled.append(plan.name)
+        return plan.name, ""
+
+    device_code._Worker.compile = nap  # type: ignore[method-assign]
+    remote._Worker = InProcess  # type: ignore[assignment, misc]
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        gate = threading.Barrier(count + 1)
+
+        def node(number: int) -> None:
+            cache = BuildCache(Path(folder, str(number)), remote=remote.Remote("s3://bucket/cache", write=True, limit=timeout))
+            gate.wait()
+            started = time.monotonic()
+            try:
+                for result in device_code.obtain(plans, cache):
+                    result.require()
+            except Exception as error:
+                failed.append(error)
+            seconds.append(time.monotonic() - started)
+
+        threads = [threading.Thread(target=node, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        gate.wait()
+        for thread in threads:
+            thread.join()
+    counts = store.counts()
+    store.process.kill()
+    seconds.sort()
+    print(f"{count} nodes, {kernels} kernels of {KERNEL_BYTES} bytes and {COMPILE_SECONDS} s: compiled {len(compiled)}, failed {len(failed)}")
+    print(f"seconds to the first, median and last node: {seconds[0]:.1f}, {seconds[count // 2]:.1f}, {seconds[-1]:.1f} (latency of the store {latency:g} s)")
+    print(f"requests: {counts['GET']} GET, {counts['PUT']} PUT, {(counts['GET'] + counts['PUT']) / count:.1f} a node; "
+          f"bytes: {counts['sent']} out, {counts['received']} in, {counts['sent'] / count:.0f} a node")  # fmt: skip
+    if failed or len(compiled) != kernels:
+        sys.exit(f"{failed[:1]}, compiled {len(compiled)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("processes", "nodes", "one"))
+    parser.add_argument("--count", type=int, default=1000, help="nodes")
+    parser.add_argument("--kernels", type=int, default=5)
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds that the store takes for an answer")
+    parser.add_argument("--timeout", type=float, default=60.0, help="FLEXOPS_CACHE_REMOTE_TIMEOUT: all nodes share this machine's processors")
+    parser.add_argument("--stop", action="store_true", help="stop the store in the middle")
+    asked = parser.parse_args()
+    if asked.part == "one":
+        be_one_process()
+    elif asked.part == "processes":
+        processes(asked.latency, 5.0 if asked.stop else asked.timeout, asked.stop)
+    else:
+        nodes(asked.count, asked.kernels, asked.latency, asked.timeout)
+
+
+if __name__ == "__main__":
+    main()
