@@ -171,7 +171,25 @@ static bool forward_items(const AttentionForward& call, int64_t* taken) {
   return true;
 }
 
-bool attention_cpu(const AttentionForward& call, int64_t* taken) {
+/// One query of each head, as in decoding: those of the heads that share a key head become the rows of one tile, which sees all of the keys
+/// that a window leaves.
+static AttentionForward with_grouped_rows(AttentionForward call) {
+  Attention& p = call.problem;
+  const int64_t group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
+  if (p.length_q != 1 || group == 1 || p.packed() || p.bias || p.alibi || p.sinks || call.lse_head != 1) return call;
+  const KeyRange range(p, AttentionSequence(p, 0, 0), 0, 1);
+  call.k.data = static_cast<char*>(call.k.data) + range.begin * call.k.row * bytes_of(static_cast<RowType>(p.type));
+  call.v.data = static_cast<char*>(call.v.data) + range.begin * call.v.row * bytes_of(static_cast<RowType>(p.type));
+  p.length_k = p.rows_k = most(0, range.end - range.begin), p.window_left = p.window_right = -1;
+  p.heads_q = p.heads_k, p.length_q = p.rows_q = group;
+  call.q.row = call.q.head, call.q.head *= group;
+  call.o.row = call.o.head, call.o.head *= group;
+  call.lse_head = group;
+  return call;
+}
+
+bool attention_cpu(const AttentionForward& original, int64_t* taken) {
+  const AttentionForward call = with_grouped_rows(original);
   if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return forward_items<true>(call, taken);
   return forward_items<false>(call, taken);
 }
