@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
 from flexops.op_builder import loader
@@ -377,6 +378,33 @@ def test_gradients_with_a_residual_of_another_dtype(x_dtype: torch.dtype, residu
         assert one.dtype == leaf.dtype
         grain = 4 * max(ROUNDING[x_dtype], ROUNDING[residual_dtype])
         assert ((one.double() - other).abs() <= grain * (other.abs() + other.square().mean().sqrt())).all()
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_the_residuals_gradient_is_added_in_the_same_pass(name: str) -> None:
+    """A chain of blocks, as models have them: no addition of tensors is left, forward or backward."""
+    x, weights = torch.randn(6, 32, requires_grad=True), [torch.randn(32, requires_grad=True) for _ in range(3)]
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def chain(add: Callable[..., Any]) -> Tensor:
+        y, residual = x * 1.0, torch.ones_like(x)
+        for weight in weights:
+            y, residual = add(y, residual, weight)
+            y = y.sin()
+        return (y * residual).sum()
+
+    with Watch():
+        found = torch.autograd.grad(chain(getattr(flexops, name)), [x, *weights])
+    assert not [call for call in seen if call.startswith("aten.add")], seen
+    norm = (lambda s, w: F.rms_norm(s, (32,), w, 1e-6)) if name == "add_rms_norm" else (lambda s, w: F.layer_norm(s, (32,), w, None, 1e-5))
+    wanted = torch.autograd.grad(chain(lambda y, residual, weight: (norm(y + residual, weight), y + residual)), [x, *weights])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_residual_goes_on() -> None:
