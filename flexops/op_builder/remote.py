@@ -344,7 +344,8 @@ def scrubbed(text: str) -> str:
             text = text.replace(value, "***")
     text = re.sub(r"://[^/\s]*@", "://", text)
     text = re.sub(r"[?#][^\s\"'>)]*", "", text)
-    text = re.sub(r"(?i)\b(authorization|signature|credential|token|password|secret)\b\s*[:=]\s*\S+", r"\1=***", text)
+    text = re.sub(r"(?i)\b(authorization|bearer|basic)\b.*", r"\1 ***", text)
+    text = re.sub(r"(?i)\b(signature|credential|token|password|secret)\b\s*[:=]\s*\S+", r"\1=***", text)
     return " ".join(text.split())[:300]
 
 

@@ -428,6 +428,30 @@ def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     assert codes[0].startswith(b"\x7fELF")
 
 
+def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flexops
+    from flexops.errors import FlexopsError
+
+    assert host_compiler
+    (tmp_path / "own.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    load = {"name": "own", "sources": [str(tmp_path / "own.cpp")], "is_python_module": False}
+    url = f"file://{tmp_path}/store"
+    for name, value in {"REMOTE": url, "REMOTE_WRITE": "1", "REMOTE_TIMEOUT": "20", "DIR": str(tmp_path / "first")}.items():
+        monkeypatch.setenv(f"FLEXOPS_CACHE_{name}", value)
+    flexops.load(**load)
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "second"))
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    flexops.load(**load)
+    assert [entry.manifest.name for entry in BuildCache(tmp_path / "second").entries()] == ["own"]
+    monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"file://{tmp_path}/empty")
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "third"))
+    with pytest.raises(FlexopsError, match="FLEXOPS_JIT=0"):
+        flexops.load(**load)
+    for one in (url, f"file://{tmp_path}/empty"):
+        if worker := remote._of(one, True, 20.0)._worker:
+            worker.stop()
+
+
 # ---- secrets, counters, and the rest ---------------------------------------------------------------------------------------------------------
 
 
