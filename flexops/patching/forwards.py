@@ -68,7 +68,7 @@ def _gain(module: Any, offset: float) -> Any:
 def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
     if not torch.compiler.is_compiling():
         ahead = getattr(x, _AHEAD, None)
-        if ahead is not None and ahead[0] is module and ahead[2] == x._version:
+        if ahead is not None and ahead[0] is module and ahead[2] == x._version and ahead[1].grad_fn is x.grad_fn:
             return ahead[1]
     if x.dtype not in _DTYPES or not is_plain(module.weight):
         return plain(module, x)
@@ -108,7 +108,8 @@ _NORMS = (rms_norm, layer_norm)
 
 
 def _finish(module: nn.Module, x: Tensor, residual: Tensor, ahead: tuple[Any, ...]) -> Tensor:
-    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That norm's module knows it by the sum's attribute."""
+    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That norm's module knows it by the sum's attribute, and takes it if
+    the sum was not written to, and is still a result of the call that made both: a backward hook, or a checkpoint's second run, makes it another's."""
     alone = torch.compiler.is_compiling() or (module.training and getattr(module, "gradient_checkpointing", False))  # what is kept beside a sum
     if not ahead or alone or not fuses(ahead[0], x) or ahead[0].weight.device != x.device:
         return residual + x

@@ -146,6 +146,26 @@ def test_gradient_checkpointing(name: str) -> None:
     assert max(differences.values()) < 2e-5, differences
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_checkpointing_of_every_kind(name: str, reentrant: bool, wrapped: bool) -> None:
+    """By transformers, which tells its layers, and by torch's wrapper, of which they know nothing: a layer that runs twice sees the same both times."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+    model, inputs = tiny.model(name, use_cache=False), tiny.batch(name)
+    expected = results(model, inputs)
+    flexops.patch(model)
+    if wrapped:
+        kind = torchs.CheckpointImpl.REENTRANT if reentrant else torchs.CheckpointImpl.NO_REENTRANT
+        model.model.layers = nn.ModuleList(torchs.checkpoint_wrapper(layer, checkpoint_impl=kind) for layer in model.model.layers)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    actual = {key.replace("_checkpoint_wrapped_module.", ""): value for key, value in results(model, inputs, **logits_too(name)).items()}
+    differences = distance(actual, expected)
+    assert max(differences.values()) < 2e-5, differences
+
+
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_unpatch_restores_every_bit(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name)
@@ -205,6 +225,40 @@ def test_hooks_see_what_they_saw() -> None:
     assert len(seen) == 1
     flexops.unpatch(model)
     torch.testing.assert_close(seen[0], model.model.layers[1].input_layernorm(expected[1]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_next_norm_is_computed_with_the_sum() -> None:
+    """That the layers are fused at all: but for the first, no layer's first norm is computed by itself, nor is the last."""
+    from flexops.patching import forwards
+
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    flexops.patch(model)
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_rms_norm", "add_rms_norm"):
+            original = getattr(forwards, name)
+            patched.setattr(forwards, name, lambda *args, name=name, original=original: (calls.append(name), original(*args))[1])
+        model(**inputs)
+    assert calls == ["_rms_norm", *["add_rms_norm"] * 4]
+
+
+def test_hooks_on_gradients_see_all_of_them() -> None:
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+
+    def seen() -> list[Tensor]:
+        found: list[Tensor] = []
+        handles = [layer.register_full_backward_hook(lambda _, __, out: found.append(out[0].clone())) for layer in model.model.layers]
+        results(model, inputs)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    expected = seen()
+    flexops.patch(model)
+    actual = seen()
+    assert len(actual) == len(expected) == 2
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
 def test_a_sum_that_was_written_over_is_normalized_anew() -> None:
