@@ -160,6 +160,35 @@ def test_fully_shard(mesh: Any, patch_first: bool, head_alone: bool) -> None:
     assert max(differences.values()) < 2e-5, differences
 
 
+# ---- trainers ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_trainer_reports_the_same_losses(tmp_path: Path) -> None:
+    """With accumulation, for which it hands the number of tokens of several batches to the loss; and an evaluation, which wants logits."""
+    rows = [{key: value[i % 3] for key, value in tiny.batch("llama").items()} for i in range(12)]
+    for i, row in enumerate(rows):
+        row["labels"] = torch.where(torch.arange(tiny.LENGTH) < i, -100, row["labels"])  # of different lengths
+    losses = []
+    for patched in (False, True):
+        model = tiny.model("llama")
+        if patched:
+            flexops.patch(model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=1, learning_rate=1e-3, use_cpu=True,
+            save_strategy="no", report_to=[], disable_tqdm=True, eval_strategy="epoch", seed=3, logging_nan_inf_filter=False,
+        )  # fmt: skip
+        seen: list[tuple[int, ...]] = []
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:3], compute_metrics=lambda p, seen=seen: seen.append(p.predictions.shape) or {}
+        )
+        trainer.train()
+        assert [shape[1:] for shape in seen] == [(tiny.LENGTH, tiny.WORDS["vocab_size"])] * 2
+        losses.append([float(entry.get("loss", entry.get("eval_loss", 0))) for entry in trainer.state.log_history])
+    assert len(losses[0]) > 5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][0] > losses[1][-2]
+
+
 # ---- before there is a model -----------------------------------------------------------------------------------------------------------------
 
 
