@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .ops.adam import adam_ as adam_
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
+    from .ops.attention import ScoreMod as ScoreMod
     from .ops.attention import attention as attention
     from .ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
@@ -83,6 +84,7 @@ _PUBLIC = {
     "adam_copy_": "ops.adam",
     "adagrad_": "ops.adagrad",
     "adam8bit_": "ops.adam8bit",
+    "ScoreMod": "ops.attention",
     "attention": "ops.attention",
     "scaled_dot_product_attention": "ops.attention",
     "dequantize_fp8": "ops.fp8",
@@ -116,6 +118,7 @@ __all__ = [
     "Kernel",
     "OpStatus",
     "QuantizedTensor",
+    "ScoreMod",
     "__version__",
     "adagrad_",
     "adam8bit_",

@@ -13,6 +13,7 @@ struct Options {
   std::optional<double> scale;
   int64_t left, right;
   double softcap;
+  int64_t score_mod;
 };
 
 void check_place(const char* op, const char* argument, const Tensor& tensor, const Tensor& q) {
@@ -109,7 +110,11 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   FLEXOPS_CHECK(!FLEXOPS_DEVICE_CUDA || (a.batch < 65536 && heads < 65536), op, ": q must have fewer than 65536 sequences and heads");
 
   a.scale = o.scale ? static_cast<float>(*o.scale) : a.head_dim > 0 ? 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim)) : 1.0f;
-  a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap);
+  a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap),
+  a.score_mod = static_cast<uint64_t>(o.score_mod);
+  FLEXOPS_CHECK(FLEXOPS_DEVICE_CUDA || !a.score_mod, op, ": score_mod must be None on a CPU");
+  FLEXOPS_CHECK(!a.score_mod || (!o.bias && !o.alibi && !(o.softcap > 0)), op,
+                ": score_mod must come without softcap, bias and alibi_slopes");
   if (o.bias) {
     check_place(op, "bias", *o.bias, q);
     const Dtype kind = o.bias->dtype();
@@ -181,14 +186,15 @@ void share_out(const char* op, int64_t items, int64_t grain, const Kernel& kerne
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> bias, std::optional<Tensor> alibi,
                                      std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q, std::optional<Tensor> cumulative_k,
                                      int64_t max_q, int64_t max_k, std::optional<double> scale, int64_t left, int64_t right, double softcap,
-                                     [[maybe_unused]] bool deterministic) {
+                                     [[maybe_unused]] bool deterministic, int64_t score_mod) {
   const char* op = "flexops::attention";
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(q);
 #endif
   sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
   AttentionForward c = {};
-  c.problem = make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap});
+  c.problem =
+      make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap, score_mod});
   const Attention& a = c.problem;
   q = readable(q), k = readable(k), v = readable(v);
   const int64_t dim = q.dim(), *sizes = q.sizes();
@@ -214,14 +220,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
                                                       std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q,
                                                       std::optional<Tensor> cumulative_k, int64_t max_q, int64_t max_k,
                                                       std::optional<double> scale, int64_t left, int64_t right, double softcap,
-                                                      bool deterministic) {
+                                                      bool deterministic, int64_t score_mod) {
   const char* op = "flexops::attention_backward";
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(q);
 #endif
   sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
   AttentionBackward c = {};
-  c.problem = make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap});
+  c.problem =
+      make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap, score_mod});
   const Attention& a = c.problem;
   const Tensor* results[] = {&grad, &out};
   for (const Tensor* each : results) {

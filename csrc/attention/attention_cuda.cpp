@@ -13,7 +13,7 @@ namespace {
 
 using attention::BackwardHopper, attention::BackwardHopperParams, attention::BackwardParams, attention::BackwardRowsParams,
     attention::BackwardShape, attention::ForwardHopper, attention::ForwardHopperParams, attention::ForwardParams, attention::ForwardShape,
-    attention::Modified, attention::Plain, attention::Problem;
+    attention::Defined, attention::Modified, attention::Plain, attention::Problem;
 
 bool hopper_allowed = true;
 
@@ -22,20 +22,25 @@ bool is_hopper() { return hopper_allowed && gpu_facts().capability == 90; }
 
 // ---- which kernels there are ------------------------------------------------------------------------------------------------------------
 
-enum ModifierKind { kPlain, kSoftcap, kAlibi, kBias, kAny, kModifiers };
+enum ModifierKind { kPlain, kSoftcap, kAlibi, kBias, kAny, kDefined, kModifiers };
 
 /// Plain ones are compiled ahead of time, the others when they are called.
 template <class Params>
 struct Variants {
   KernelOf<Params> kernel[2][kModifiers];  // float16, bfloat16
-  const KernelOf<Params>& of(AttentionType type, ModifierKind modifier) const { return kernel[type == AttentionType::bf16][modifier]; }
+  KernelOf<Params> of(const Attention& a, ModifierKind modifier) const {
+    const KernelOf<Params>& found = kernel[a.type == AttentionType::bf16][modifier];
+    return modifier == kDefined ? KernelOf<Params>{detail::with_text(found.kernel, a.score_mod)} : found;
+  }
 };
 
-#define FLEXOPS_VARIANTS_OF(T, name, ...)                                                                                      \
-  {kernel<attention::name<T, __VA_ARGS__, Plain>>, rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, false, false>>>, \
-   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, true, false>>>,                                                 \
-   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, false, true>>>,                                                 \
-   rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, true, true>>>}
+#define FLEXOPS_VARIANTS_OF(T, name, ...)                                      \
+  {kernel<attention::name<T, __VA_ARGS__, Plain>>,                             \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, false, false>>>, \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, true, false>>>, \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<false, false, true>>>, \
+   rare_kernel<attention::name<T, __VA_ARGS__, Modified<true, true, true>>>,   \
+   rare_kernel<attention::name<T, __VA_ARGS__, Defined>>}
 #define FLEXOPS_VARIANTS(name, ...)                                                               \
   {                                                                                               \
     { FLEXOPS_VARIANTS_OF(f16, name, __VA_ARGS__), FLEXOPS_VARIANTS_OF(bf16, name, __VA_ARGS__) } \
@@ -150,6 +155,7 @@ Problem make_problem(const Attention& a) {
 }
 
 ModifierKind modifier_of(const Attention& a) {
+  if (a.score_mod) return kDefined;
   const int features = (a.softcap > 0) + (a.alibi != nullptr) + (a.bias != nullptr);
   if (features == 0) return a.scale > 0 ? kPlain : kAny;  // a plain maximum is the product's, which has to be the score's
   return features > 1 ? kAny : a.softcap > 0 ? kSoftcap : a.alibi ? kAlibi : kBias;
@@ -267,7 +273,7 @@ const char* attention_cuda(const AttentionForward& c, void* workspace, void* str
   };
   if (!takes_hopper(a)) {
     return run(choose_forward(a), [&](const auto& tiling, const ForwardParams& p, const LaunchConfig& config) {
-      launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+      launch(tiling.variants.of(a, modifier_of(a)), config, p);
     });
   }
   return run(choose_forward_hopper(a), [&](const auto& tiling, const ForwardParams& call, LaunchConfig config) {
@@ -278,7 +284,7 @@ const char* attention_cuda(const AttentionForward& c, void* workspace, void* str
     p.call = call, p.counter = static_cast<int*>(workspace);
     set_zero(static_cast<uint32_t*>(workspace), 1, stream);
     config.grid.x = static_cast<unsigned>(least(config.grid.x, gpu_facts().processors));
-    launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+    launch(tiling.variants.of(a, modifier_of(a)), config, p);
   });
 }
 
@@ -288,7 +294,7 @@ const char* attention_backward_cuda(const AttentionBackward& c, void* workspace,
   if (!takes_hopper_backward(a)) {
     const auto& tiling = choose_backward(a);
     return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& p, const LaunchConfig& config) {
-      launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+      launch(tiling.variants.of(a, modifier_of(a)), config, p);
     });
   }
   const auto& tiling = choose_backward_hopper(a);
@@ -299,7 +305,7 @@ const char* attention_backward_cuda(const AttentionBackward& c, void* workspace,
   p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
   return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& call, const LaunchConfig& config) {
     p.call = call;
-    launch(tiling.variants.of(a.type, modifier_of(a)), config, p);
+    launch(tiling.variants.of(a, modifier_of(a)), config, p);
   });
 }
 

@@ -4,7 +4,7 @@
 // (+ 1) of them, as fragment[4 j + 2 (second row) (+ 1)]. Four lanes, a quad, share a row.
 #pragma once
 
-#include "attention/attention.cuh"
+#include "attention/attention_score.cuh"
 
 namespace flexops::attention {
 

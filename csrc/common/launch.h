@@ -11,6 +11,8 @@
 #pragma once
 
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #include "common/current_gpu.h"
 #include "common/device.cuh"
@@ -42,6 +44,7 @@ struct Kernel {
 #else
   const char* (*name)();
   void* handle[kMaxGpus];  // CUkernel; null until the GPU's first launch
+  uint64_t text;           // number of what the provider compiles it with besides; 0: nothing
 #endif
 };
 
@@ -79,9 +82,9 @@ template <auto function>
 #if FLEXOPS_HIP
 inline Kernel instance = {reinterpret_cast<const void*>(function)};
 #else
-inline Kernel instance = {kernel_name<function>, {}};
+inline Kernel instance = {kernel_name<function>, {}, 0};
 template <auto function>
-inline Kernel rare_instance = {rare_name<function>, {}};
+inline Kernel rare_instance = {rare_name<function>, {}, 0};
 template <auto function, typename... A>
 constexpr KernelOf<A...> typed_rare(void (*)(A...)) {
   return {&rare_instance<function>};
@@ -214,7 +217,10 @@ inline bool note(int result) {
 [[gnu::noinline, gnu::cold]] inline void* obtain(Kernel& kernel, int device) {
   if (!Driver::get().whole) return note("the CUDA driver (libcuda.so.1) is missing or older than 525"), nullptr;
   if (!provider) return note("this library was opened by something other than flexops, so nobody provides its kernels"), nullptr;
-  void* handle = provider(kernel.name(), device, provider_error, sizeof provider_error);
+  char name[1024];
+  const char* const with_text = kernel.text ? "%s#%llu" : "%s";
+  snprintf(name, sizeof name, with_text, kernel.name(), static_cast<unsigned long long>(kernel.text));
+  void* handle = provider(name, device, provider_error, sizeof provider_error);
   if (!handle) note(provider_error);
   if (handle && device < kMaxGpus) __atomic_store_n(&kernel.handle[device], handle, __ATOMIC_RELEASE);
   return handle;
@@ -225,6 +231,26 @@ inline void* find(Kernel& kernel) {
   const int device = current_gpu();
   void* handle = device < kMaxGpus ? __atomic_load_n(&kernel.handle[device], __ATOMIC_ACQUIRE) : nullptr;
   return __builtin_expect(handle != nullptr, 1) ? handle : obtain(kernel, device);
+}
+
+/// The kernel compiled with a text of this number (flexops/op_builder/provider_texts.py). Each is made once and stays; two threads may both
+/// make it.
+inline Kernel* with_text(Kernel* kernel, uint64_t text) {
+  struct Made {
+    Kernel kernel;
+    Kernel* of;
+    Made* next;
+  };
+  static Made* last = nullptr;
+  Made* known = __atomic_load_n(&last, __ATOMIC_ACQUIRE);
+  for (Made* made = known; made; made = made->next) {
+    if (made->of == kernel && made->kernel.text == text) return &made->kernel;
+  }
+  Made* made = static_cast<Made*>(calloc(1, sizeof(Made)));
+  if (!made) return note("there is no memory for a kernel's name"), kernel;
+  made->kernel.name = kernel->name, made->kernel.text = text, made->of = kernel, made->next = known;
+  while (!__atomic_compare_exchange_n(&last, &made->next, made, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+  return &made->kernel;
 }
 
 /// A thread on which nothing of CUDA's runtime has run yet has no context: the runtime's own is the device's primary one.

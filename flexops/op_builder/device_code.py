@@ -164,7 +164,15 @@ def single(architectures: Sequence[Architecture]) -> Iterator[Architecture]:
 
 
 def plan_kernel(
-    family: str, sources: Sequence[str], expression: str, architecture: Architecture, compiler: DeviceCompiler, csrc: Path, *, roots: Roots = ()
+    family: str,
+    sources: Sequence[str],
+    expression: str,
+    architecture: Architecture,
+    compiler: DeviceCompiler,
+    csrc: Path,
+    *,
+    roots: Roots = (),
+    text: str = "",
 ) -> KernelPlan:
     """The plan of one kernel.
 
@@ -173,6 +181,7 @@ def plan_kernel(
         architecture: where it shall run; see ``fitted``.
         csrc: flexops' sources.
         roots: where includes are looked for, each with its name, if that is not ``csrc`` alone.
+        text: what comes before the header in the program; see ``provider_texts``.
 
     Raises:
         CompileError: no such header defines it.
@@ -183,13 +192,13 @@ def plan_kernel(
     header = _defining_header(tuple(sources), kernel, roots)
     if not header:
         raise CompileError(f"no header of {family} defines the kernel {expression}", found=", ".join(sources), fix="flexops doctor")
-    source = f'#include "{header.partition(">/")[2]}"\n' + (f"using namespace {namespace};\n" if namespace else "")  # g++ writes a kernel's arguments so
+    source = text + f'#include "{header.partition(">/")[2]}"\n' + (f"using namespace {namespace};\n" if namespace else "")  # g++ writes a kernel's arguments so
     files = {name: cache_key.file_digest(_place(name, roots)) for name in (header, *_reached(header, roots))}
     capability = architecture.capability
     spelled = capability.sm if architecture.sass else capability.compute
     fields = [("kernel", expression), ("source", source), ("architecture", spelled), ("compiler", compiler.identity), ("options", " ".join(_OPTIONS))]
     key = cache_key.digest_fields([*fields, *sorted(files.items())])
-    return KernelPlan(artifact_name(family, spelled, expression), key, expression, source, architecture, compiler, roots, files)
+    return KernelPlan(artifact_name(family, spelled, text + expression), key, expression, source, architecture, compiler, roots, files)
 
 
 class TextKernel(NamedTuple):

@@ -17,7 +17,7 @@ from .. import _fork, settings, toolchain
 from ..compute_capability import Architecture, ComputeCapability
 from ..errors import CompileError, FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
-from . import counters, device_code, layout, loader, record
+from . import counters, device_code, layout, loader, provider_texts, record
 from .cache import Entry, read_entry
 from .cache_key import Digests
 from .manifest import Refusal
@@ -40,12 +40,13 @@ class FamilyKernel(NamedTuple):
     spec: OpSpec
     expression: str
     made: tuple[tuple[str, str], ...] = ()
+    text: str = ""  # that its code is compiled with besides
 
     def name(self, architecture: str) -> str:
-        return device_code.artifact_name(self.spec.name, architecture, self.expression)
+        return device_code.artifact_name(self.spec.name, architecture, self.text + self.expression)
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
-        return plan_kernel(self.spec, self.expression, architecture, compiler)
+        return plan_kernel(self.spec, self.expression, architecture, compiler, self.text)
 
     def apart(self, files: Digests) -> Refusal | None:
         """Launcher and kernel hand each other structs: those of one and the same header."""
@@ -118,7 +119,7 @@ def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) 
             with _lock.held():
                 known = handles.get((name, capability))
                 if known is None:
-                    known = handles[name, capability] = load(FamilyKernel(spec, device_code.expression_of(name), made), capability)
+                    known = handles[name, capability] = load(_called(spec, name, made), capability)
             return known
         except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
             text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
@@ -128,6 +129,12 @@ def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) 
     callback = _Callback(provide)
     _kept.append(callback)
     ctypes.CDLL(str(library)).flexops_set_provider(callback)
+
+
+def _called(spec: OpSpec, name: bytes, made: tuple[tuple[str, str], ...]) -> FamilyKernel:
+    """The kernel that a library asks for: its name, or ``<name>#<number of a text>``."""
+    kernel, _, number = name.partition(b"#")
+    return FamilyKernel(spec, device_code.expression_of(kernel), made, provider_texts.of(int(number)) if number else "")
 
 
 def incomplete(
@@ -171,7 +178,7 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
     for entry in _entries(kernel, capability, refusals):
         try:
             loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
-            if settings.current().record:
+            if settings.current().record and not (isinstance(kernel, FamilyKernel) and kernel.text):
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, RuntimeError) as error:
@@ -234,9 +241,9 @@ def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[R
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
 
 
-def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
+def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler, text: str = "") -> device_code.KernelPlan:
     csrc = layout.csrc_root()
-    return device_code.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc))
+    return device_code.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc), text=text)
 
 
 def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:

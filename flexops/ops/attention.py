@@ -15,7 +15,7 @@ A query that sees no key has zeros as its output and gradients, and ``-inf`` as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ from torch import Tensor
 from ..op_builder import loader
 from ._difference import difference
 from ._register import caller, check_places, define
+from ._score_mod import ScoreMod as ScoreMod
+from ._score_mod import known as score_mods
+from ._score_mod import number_of
 from ._torch import register_flops
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +53,7 @@ def attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(score(scale q k^T)) v``. Formulas: see the module.
 
@@ -74,6 +78,9 @@ def attention(
         return_lse: give ``lse`` too, which is differentiable.
         deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient in any order otherwise. On by itself under
             ``torch.use_deterministic_algorithms(True)``.
+        score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers (:class:`flexops.ScoreMod` says which), in place of ``softcap``,
+            ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled into the kernels when it is first seen, with its derivative. Under
+            ``torch.compile`` it must be a :class:`flexops.ScoreMod`, made outside.
 
     Returns:
         the output, ``q``'s shape with ``v``'s ``head_dim``, contiguous; with ``return_lse`` also the log of the sum of ``e^score``, float32, ``[batch,
@@ -97,10 +104,11 @@ def attention(
         longest = _longest(cu_seqlens_q, max_seqlen_q), _longest(cu_seqlens_k, max_seqlen_k)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         _fail("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k, got none")
-    call = _composed if _declined(q, v) else _native
+    number = score_mod.number if isinstance(score_mod, ScoreMod) else 0 if score_mod is None else number_of(score_mod)
+    call = _composed if _declined(q, v, number) else _native
     out, lse = call(
         q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, *longest, scale, left, 0 if causal else right, float(softcap),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic or torch.are_deterministic_algorithms_enabled(), number,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -153,10 +161,12 @@ def scaled_dot_product_attention(
 # ---- who computes ------------------------------------------------------------------------------------------------------------------------
 
 
-def _declined(q: Any, v: Any) -> str:
-    """Why the kernels for GPUs do not take such tensors; "" if they do, or if these are not on a GPU."""
-    if not isinstance(q, Tensor) or not isinstance(v, Tensor) or not q.is_cuda:
+def _declined(q: Any, v: Any, score_mod: int = 0) -> str:
+    """Why kernels do not take such tensors; "" if they do."""
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor):
         return ""
+    if not q.is_cuda:
+        return "a score_mod on a CPU" if score_mod else ""
     if q.dtype not in _HALVES:
         return f"{str(q.dtype).removeprefix('torch.')} on a GPU (kernels take bfloat16 and float16)"
     columns, columns_v = q.shape[-1:], v.shape[-1:]
@@ -229,7 +239,7 @@ def _longest(cumulative: Any, given: int | None) -> int:
 
 
 def _check(
-    q: Any, k: Any, v: Any, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *_: Any
+    q: Any, k: Any, v: Any, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *rest: Any
 ) -> None:
     named = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     check_places("flexops.attention", named)
@@ -264,6 +274,9 @@ def _check(
         for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if not isinstance(number, int) or number < 0:
                 _fail(f"{name} must be a number of tokens, got {number!r}")
+    softcap, score_mod = (rest[3], rest[5]) if len(rest) > 5 else (0.0, 0)  # torch leaves out what is the default
+    if score_mod and (softcap or bias is not None or alibi_slopes is not None):
+        _fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
     lengths = (max_seqlen_q, max_seqlen_k) if packed else (q.shape[1], k.shape[1])
     _check_bias(bias, (batch, heads, *lengths))
     _check_of_heads("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)))
@@ -309,6 +322,7 @@ class _Options(NamedTuple):
     right: int
     softcap: float
     deterministic: bool
+    score_mod: int = 0
 
 
 class _Piece(NamedTuple):
@@ -346,6 +360,11 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: _Options) -> tuple[Tensor, T
         tanh = torch.tanh(s / o.softcap)
         s, slope = o.softcap * tanh, 1 - tanh.square()
     rows, columns = s.shape[2:]
+    if o.score_mod:
+        batches = range(s.shape[0])[piece.batch] if o.cumulative_q is None else range(piece.batch.start, piece.batch.stop)
+        sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
+        at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
+        s, slope = score_mods[o.score_mod](s, *at)
     distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
     if o.alibi is not None:
         slopes = o.alibi[piece.batch] if o.alibi.dim() == 2 else o.alibi[None]
@@ -481,13 +500,13 @@ def _check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, 
             _fail(f"{name} must be a {dtype} tensor of shape {list(shape)}, got {_kind(x)} {list(getattr(x, 'shape', ()))}")
 
 
-def _noting(reference: Any, why: Any, tensors: tuple[int, int]) -> Any:
-    """A reference that stands in for kernels, and says so."""
+def _noting(reference: Any, why: Any, tensors: tuple[int, int], score_mod: int) -> Any:
+    """A reference that stands in for kernels, and says so. The numbers are positions of arguments."""
 
     @functools.wraps(reference)
     def call(*args: Any) -> Any:
         q, v = (args[position] for position in tensors)
-        if reason := why(q, v):
+        if reason := why(q, v, *args[score_mod:]):
             loader.decline("attention", q.device.type, f"{reason}: plain PyTorch, in pieces")
         return reference(*args)
 
@@ -512,7 +531,8 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[T
     arguments = (grad, grad_lse, q, k, v, out, lse, bias, alibi, sinks, *cumulative, *ctx.options)
     gradients: list[Tensor | None] = [None] * len(needs)
     if any(needs[:3]):
-        op = torch.ops.flexops.attention_composed_backward if _declined(q, v) or _declined_backward(q, v) else torch.ops.flexops.attention_backward
+        composed = _declined(q, v, *ctx.options[7:]) or _declined_backward(q, v)
+        op = torch.ops.flexops.attention_composed_backward if composed else torch.ops.flexops.attention_backward
         gradients[:3] = (gradient if need else None for gradient, need in zip(op(*arguments), needs[:3], strict=True))
     if needs[3]:
         gradients[3] = torch.ops.flexops.attention_bias_backward(*arguments)
@@ -525,11 +545,11 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[T
 
 _OPTIONS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float? scale, "
-    "int window_left, int window_right, float softcap, bool deterministic"
+    "int window_left, int window_right, float softcap, bool deterministic, int score_mod=0"
 )
 _RESULTS = "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
-for _name, _instead, _is_native in (("attention", _reference, True), ("attention_composed", _noting(_reference, _declined, (0, 2)), False)):
+for _name, _instead, _is_native in (("attention", _reference, True), ("attention_composed", _noting(_reference, _declined, (0, 2), 15), False)):
     define(
         "attention",
         f"{_name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -552,7 +572,7 @@ define(
 define(
     "attention",
     f"attention_composed_backward({_RESULTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    _noting(_backward_reference, lambda q, v: _declined(q, v) or _declined_backward(q, v), (2, 4)),
+    _noting(_backward_reference, lambda q, v, *mod: _declined(q, v, *mod) or _declined_backward(q, v), (2, 4), 19),
     _backward_fake,
     check=_check_backward,
     native=False,

@@ -20,7 +20,7 @@ import flexops
 from flexops.ops import attention as attention_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from attention_cases import WINDOWS, assert_close, distance_of, errors, exact
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)
@@ -143,6 +143,13 @@ def test_soft_cap(columns: int) -> None:
 def test_alibi(batched: bool) -> None:
     slopes = torch.rand((2, 4) if batched else (4,), device="cuda")
     assert_close(errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+@pytest.mark.usefixtures("way")
+def test_score_modifiers(score_mod: Any, columns: int) -> None:
+    assert_close(errors(*qkv(190, 200, 4, 2, columns), score_mod=score_mod, sinks=torch.randn(4, device="cuda")), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("way")

@@ -25,6 +25,7 @@ def exact(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    score_mod: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log sum exp, in q's dtype, differentiable. A row that sees nothing is zeros."""
     group = q.shape[2] // k.shape[2]
@@ -32,6 +33,9 @@ def exact(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = s.shape[2:]
+    if score_mod is not None:
+        at = [torch.arange(n, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate(s.shape)]
+        s = score_mod(s, *at)
     distance = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
     if alibi_slopes is not None:
         s = s - alibi_slopes.to(s.dtype).reshape(-1, q.shape[2], 1, 1) * distance.abs()
@@ -48,6 +52,24 @@ def exact(
     weights = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     weights = torch.where(s == -math.inf, 0.0, weights)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2)), lse
+
+
+def squared(score: Any, _b: Any, _h: Any, _q: Any, _k: Any) -> Any:
+    return score * score
+
+
+def sloped(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
+    """ALiBi, causal by itself, with blocks of keys left out."""
+    return torch.where((q >= k) & ((k // 16) % 3 != 1), score - 0.1 * (h + 1) * abs(q - k), -math.inf)
+
+
+def everything(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    capped = 5.0 * torch.tanh(score / 5.0) + torch.sin(score) * 0.1 - (k % 3) * 0.2 + torch.clamp(score, max=0.5)
+    capped = capped + torch.exp(-torch.square(score)) + torch.log(1.0 + torch.sqrt(score * score + 1)) + torch.cos(score + h)
+    return torch.where((q // 2 == k) | ~(k < 5), capped**2 / (3 + torch.sigmoid(score)), abs(capped) * (b + 1) + torch.maximum(score, -score))
+
+
+SCORE_MODS = (squared, sloped, everything)
 
 
 def distance_of(actual: Tensor | None, expected: Tensor | None) -> float:

@@ -24,7 +24,7 @@ from flexops.op_builder import loader
 from flexops.ops import attention as attention_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import WINDOWS, assert_close, distance_of, errors, exact
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -91,8 +91,13 @@ def wrong_calls() -> tuple[Refusal, ...]:
         refused("cu_seqlens_q and cu_seqlens_k must both be given", cu_seqlens_q=ends),
         refused(r"q must have shape \[tokens, heads, head_dim\], packed, got", cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3),
         refused(
-            "cu_seqlens_k must be an int32 tensor, got torch.int64", TypeError, of=(q[0], k[0], k[0]), cu_seqlens_q=ends, cu_seqlens_k=ends.long(),
-            max_seqlen_q=3, max_seqlen_k=3,
+            "cu_seqlens_k must be an int32 tensor, got torch.int64",
+            TypeError,
+            of=(q[0], k[0], k[0]),
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends.long(),
+            max_seqlen_q=3,
+            max_seqlen_k=3,
         ),
         refused("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k", max_seqlen_q=3),
         refused("window must be two numbers of keys", window=(-2, 0)),
@@ -183,6 +188,40 @@ def test_all_at_once() -> None:
     q, k, v = draw(30, 40, 4, 2, 16)
     found = errors(q * 3, k * 3, v, causal=True, softcap=5.0, window=(15, None), alibi_slopes=slopes, bias=bias, sinks=sinks, scale=0.4, with_lse=True)
     assert_close(found, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+def test_score_modifiers(score_mod: Any) -> None:
+    found = errors(*draw(30, 40, 4, 2, 16), score_mod=score_mod, window=(25, None))
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+def test_a_score_modifier_is_compiled_with_the_graph() -> None:
+    q, k, v = draw(30, 40, 4, 2, 16)
+    score_mod = flexops.ScoreMod(squared)
+    compiled = torch.compile(lambda *tensors: flexops.attention(*tensors, score_mod=score_mod), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), flexops.attention(q, k, v, score_mod=squared))
+    assert score_mod.number == flexops.ScoreMod(lambda score, b, h, q, k: score * score).number  # noqa: ARG005
+
+
+def test_what_a_score_modifier_may_not_do() -> None:
+    q, k, v = draw(3, 4, 2, 2, 8)
+    wrong = {
+        "must not branch": lambda score, b, h, q, k: score if q > k else b + h,
+        r"must use, of torch, .* got torch\.erf": lambda score, b, h, q, k: torch.erf(score) + b + h + q + k,
+        "must give a score": lambda *_: 1.0,
+        "must compute with its arguments and plain numbers, got Tensor in mul": lambda score, b, h, q, k: score * torch.ones(3) + b + h + q + k,
+        "on integers only": lambda score, b, h, q, k: score // 2 + b + h + q + k,
+    }
+    for message, function in wrong.items():
+        with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod {message}"):
+            flexops.attention(q, k, v, score_mod=function)
+    with pytest.raises(TypeError, match="score_mod must be a function"):
+        flexops.attention(q, k, v, score_mod="s * s")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="score_mod must come without softcap, bias and alibi_slopes"):
+        flexops.attention(q, k, v, score_mod=squared, softcap=2.0)
 
 
 @pytest.mark.usefixtures("both")
