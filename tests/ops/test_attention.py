@@ -213,7 +213,7 @@ def test_what_a_score_modifier_may_not_do() -> None:
         r"must use, of torch, .* got torch\.erf": lambda score, b, h, q, k: torch.erf(score) + b + h + q + k,
         "must give a score": lambda *_: 1.0,
         "must compute with its arguments and plain numbers, got Tensor in mul": lambda score, b, h, q, k: score * torch.ones(3) + b + h + q + k,
-        "on integers only": lambda score, b, h, q, k: score // 2 + b + h + q + k,
+        "must use // and % on integers only": lambda score, b, h, q, k: score // 2 + b + h + q + k,
     }
     for message, function in wrong.items():
         with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod {message}"):
