@@ -296,9 +296,8 @@ def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
     places = dict(spec.project.roots(layout.csrc_root())) | {"<op_builder>": layout.recipe_root()}
     if not spec.project.own and entry.directory.parent == spec.project.aot:
         places = {f"<{spec.project.name}>": spec.project.csrc}
-    for name, text in spec.texts:
-        if entry.manifest.files.get(name) != hashlib.sha256(text.encode()).hexdigest():
-            return Refusal(f"the declaration of {spec.name}'s operators has changed since it was built", "flexops build")
+    if not entry.manifest.kernel and (refusal := _made_of_less(entry, spec)):
+        return refusal
     for name, digest in entry.manifest.files.items():
         anchor, separator, rest = name.partition(">")
         if anchor + separator not in places:
@@ -310,6 +309,17 @@ def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
         if current != digest:
             return Refusal(f"{rest.lstrip('/') or name} has changed since it was built", "flexops build")
     return None
+
+
+def _made_of_less(entry: Entry, spec: OpSpec) -> Refusal | None:
+    """Whether a library was not made from all that its family has today: sources, and what the declarations say."""
+    files, root = entry.manifest.files, spec.project.roots(layout.csrc_root())[0][0]
+    for name, text in spec.texts:
+        if files.get(name) != hashlib.sha256(text.encode()).hexdigest():
+            return Refusal(f"the declaration of {spec.name}'s operators has changed since it was built", "flexops build")
+    sources = spec.cpu_sources if entry.manifest.device == "cpu" else spec.cuda_sources
+    new = next((source for source in (spec.binding, *sources) if source and f"{root}/{source}" not in files), None)
+    return Refusal(f"{new} was not there yet when it was built", "flexops build") if new else None
 
 
 def _open(entry: Entry, spec: OpSpec) -> Refusal | None:

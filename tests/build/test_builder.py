@@ -5,11 +5,13 @@ Each test runs its library in a process of its own, because a namespace is regis
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -266,6 +268,25 @@ def test_a_wheel_has_libraries_kernels_and_sources(installed: Path) -> None:
     assert {path.name for path in (installed / "mylib/csrc/scale").iterdir()} == {path.name for path in (EXAMPLE / "mylib/csrc/scale").iterdir()}
 
 
+READY = """
+import mylib
+from flexops.op_builder import catalog, device_code, provider
+from flexops.compute_capability import ComputeCapability
+from flexops.toolchain.model import Version
+spec, none = catalog.find("mylib.scale"), ()
+provider.driver = lambda: type("Driver", (), {"cuda": lambda self: Version((13, 0))})()
+library = next((spec.project.aot / "mylib.scale-cuda").glob("*.so"))
+print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),)))
+print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),), (("<csrc>/common/dtypes.cuh", "another"),)))
+"""
+
+
+def test_the_wheels_kernels_are_found_for_their_gpu_and_go_with_their_own_headers_only(installed: Path, tmp_path: Path) -> None:
+    here, apart = run(READY, installed, FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none")).splitlines()
+    assert here == "None"
+    assert "3 of the 3 kernels" in apart
+
+
 def test_an_installed_library_needs_no_compiler_and_writes_nothing(installed: Path, tmp_path: Path) -> None:
     for path in (installed, *installed.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -364,3 +385,52 @@ def test_a_pybind11_extension_that_was_moved_from_cpp_extension(host_compiler: H
     assert host_compiler
     said = run(f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r}, run_name='__main__')")
     assert "tensor([3., 3.], dtype=torch.float64)" in said
+
+
+HAND_WRITTEN = """
+#include "common/binding.h"
+namespace flexops {
+static Tensor scale(Tensor x, double factor) {
+  Tensor out = empty_like_contiguous(x, x.dtype());
+  for (int64_t i = 0; i < x.numel(); ++i) out.data<float>()[i] = static_cast<float>(factor) + 40;  // told from the written one by this
+  return out;
+}
+FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
+}  // namespace flexops
+"""
+
+
+def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> None:
+    run(CALL, package, FLEXOPS_FALLBACK="forbid")  # what is in the cache was made without it
+    (package / "mylib/csrc/scale/scale_binding.cpp").write_text(HAND_WRITTEN)
+    said = run("import torch, mylib; print(mylib.scale(torch.ones(2), 2.0))", package, FLEXOPS_FALLBACK="forbid")
+    assert "tensor([42., 42.])" in said
+
+
+def test_a_projects_wheel_for_every_torch_and_linux(package: Path, tmp_path: Path, require: Callable[..., None]) -> None:
+    require(importlib.util.find_spec("ziglang"), "zig", "pip install ziglang, or run scripts/run_tests.sh, which does")
+    done = wheel(package, tmp_path, FLEXOPS_WHEEL="x86_64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = tmp_path.glob("*.whl")
+    assert made.name == "mylib-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(made) as packed:
+        packed.extractall(tmp_path / "site")
+    assert "aot" in run(CALL + WHERE, tmp_path / "site", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none"))
+
+
+@pytest.mark.slow
+def test_a_wheel_built_in_isolation(package: Path, tmp_path: Path) -> None:
+    """pip installs flexops and torch into an environment of the build's own: this flexops, from a wheel, and the torch that is here."""
+    import torch
+
+    flexops_wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "links"), str(REPOSITORY)]
+    subprocess.run(flexops_wheel, check=True)
+    (tmp_path / "constraint.txt").write_text(f"torch=={torch.__version__}\n")
+    links = " ".join(filter(None, (os.environ.get("PIP_FIND_LINKS"), str(tmp_path / "links"))))  # where the build's own environment looks, too
+    environment = {**os.environ, "PIP_CONSTRAINT": str(tmp_path / "constraint.txt"), "PIP_FIND_LINKS": links}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path / "dist"), str(package)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (tmp_path / "dist").iterdir()
+    assert made.name.startswith("mylib-0.1.0-py3-none-linux_")
