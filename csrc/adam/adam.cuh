@@ -31,41 +31,45 @@ namespace flexops::adam {
 #endif
 
 /// A plain launch has fp32 parameters, gradients and states only, and neither amsgrad nor copies: fewer registers, fewer parameters, and
-/// what most people run. A general one has all but states of 16 bits, which narrow ones have, too.
-enum class Mode { plain, general, narrow };
+/// what most people run. A general one has all but states of 16 bits, which narrow ones have, too. One of bf16 is a plain one with nothing
+/// but bf16: asking for each element's type cost a narrow one three times what its memory does (1.24e9 elements on an
+/// H200: 15.3 ms, and 4.2 like this).
+enum class Mode { plain, general, bf16, narrow };
 
-template <Mode mode>
+struct RandomFactors : Factors {
+  u32 key;  // of the step's random numbers
+};
+template <bool random>
 struct FactorsOf {
   using type = Factors;
 };
 template <>
-struct FactorsOf<Mode::narrow> {
-  struct type : Factors {
-    u32 key;  // of the step's random numbers
-  };
+struct FactorsOf<true> {
+  using type = RandomFactors;
 };
 
 template <Mode mode>
 struct Rule {
-  static constexpr bool general = mode != Mode::plain;
+  static constexpr bool general = mode == Mode::general || mode == Mode::narrow, random = mode == Mode::bf16 || mode == Mode::narrow;
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
   static constexpr bool kGeneral = general;
-  static constexpr int kThreads = FLEXOPS_ADAM_THREADS, kUnroll = FLEXOPS_ADAM_UNROLL, kIterations = FLEXOPS_ADAM_ITERATIONS;
-  static constexpr int kMinBlocks = general ? FLEXOPS_ADAM_BLOCKS * 3 / 4 : FLEXOPS_ADAM_BLOCKS;
+  static constexpr int kThreads = FLEXOPS_ADAM_THREADS, kIterations = FLEXOPS_ADAM_ITERATIONS;
+  static constexpr int kUnroll = FLEXOPS_ADAM_UNROLL + (mode == Mode::bf16 ? 1 : 0);  // half as many bytes a vector
+  static constexpr int kMinBlocks = mode == Mode::plain ? FLEXOPS_ADAM_BLOCKS : FLEXOPS_ADAM_BLOCKS * 3 / 4;
   static constexpr int kArrays = general ? 6 : 4, kApart = FLEXOPS_ADAM_APART, kExtras = 1, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = mode == Mode::narrow ? 0b111111 : 0b100011, kOptional = 0b110000;
+  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = random ? 0b111111 : 0b100011, kOptional = 0b110000;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::FLEXOPS_ADAM_LOAD, kStore = Cache::FLEXOPS_ADAM_STORE;
 
   using Shared = Numbers;
-  using Factors = typename FactorsOf<mode>::type;
+  using Factors = typename FactorsOf<random>::type;
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
     Factors f;
     const float step = *launch.row[tensor].extra[kStep];
     f.find(s, step);
-    if constexpr (mode == Mode::narrow) f.key = scramble(static_cast<u32>(step));
+    if constexpr (random) f.key = scramble(static_cast<u32>(step));
     return f;
   }
 
@@ -88,7 +92,7 @@ struct Rule {
     }
     param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
     if constexpr (general) e.at[kCopy] = param;
-    if constexpr (mode == Mode::narrow) {
+    if constexpr (random) {
       if (s.stochastic) {  // what is left to put() to round is exact then; other types of state are not touched
         const u32 noise = scramble(e.index + f.key);
         if (p.is_bf16(kExpAvg)) exp_avg = bit_cast<float>(round_to_bf16(bit_cast<u32>(exp_avg), noise & 0xffffu));
@@ -97,6 +101,13 @@ struct Rule {
     }
   }
 };
+
+}  // namespace flexops::adam
+
+template <>
+inline constexpr bool flexops::multi::kAllBf16<flexops::adam::Rule<flexops::adam::Mode::bf16>> = true;
+
+namespace flexops::adam {
 
 template <Mode mode>
 __global__ void __launch_bounds__(Rule<mode>::kThreads, Rule<mode>::kMinBlocks)

@@ -11,7 +11,13 @@ namespace {
 
 using adam::Mode;
 
+bool is_all_bf16(const TensorRow& row) {
+  if (row.array[kAdamMaxExpAvgSq] || row.array[kAdamCopy]) return false;
+  return row.is_bf16(kAdamParam) && row.is_bf16(kAdamGrad) && row.is_bf16(kAdamExpAvg) && row.is_bf16(kAdamExpAvgSq);
+}
+
 Mode mode_of(const TensorRow& row) {
+  if (is_all_bf16(row)) return Mode::bf16;
   if (!row.is_f32(kAdamExpAvg) || !row.is_f32(kAdamExpAvgSq) || !row.is_f32(kAdamMaxExpAvgSq)) return Mode::narrow;
   return multi::needs_general<adam::Rule<Mode::general>>(row) ? Mode::general : Mode::plain;
 }
@@ -30,6 +36,7 @@ const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& o
   multi::launch_steps(rows, count, options.found_inf, stream);
   step_rows<Mode::plain>(rows, count, options, stream);
   step_rows<Mode::general>(rows, count, options, stream);
+  step_rows<Mode::bf16>(rows, count, options, stream);
   step_rows<Mode::narrow>(rows, count, options, stream);
   return last_error();
 }

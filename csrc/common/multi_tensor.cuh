@@ -28,6 +28,11 @@ namespace flexops::multi {
 
 inline constexpr int kVector = 4;  // elements per access
 
+/// Specialized by rules whose arrays are all there and of bf16, which their launcher sees to: what each is need not be asked for each
+/// element.
+template <class Rule>
+inline constexpr bool kAllBf16 = false;
+
 template <class Rule>
 inline constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
 template <class Rule>
@@ -116,8 +121,10 @@ struct Pointers {
   }
 
   FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kGeneral && array[k]); }
-  FLEXOPS_DEVICE bool is_float(int k) const { return !is_typed<Rule>(k) || (flags >> type_shift<Rule>(k) & kFloat) != 0; }
-  FLEXOPS_DEVICE bool is_bf16(int k) const { return is_typed<Rule>(k) && (flags >> type_shift<Rule>(k) & kBf16) != 0; }
+  FLEXOPS_DEVICE bool is_float(int k) const {
+    return !kAllBf16<Rule> && (!is_typed<Rule>(k) || (flags >> type_shift<Rule>(k) & kFloat) != 0);
+  }
+  FLEXOPS_DEVICE bool is_bf16(int k) const { return kAllBf16<Rule> || (is_typed<Rule>(k) && (flags >> type_shift<Rule>(k) & kBf16) != 0); }
 };
 
 /// One element of every array, as the rule sees it.

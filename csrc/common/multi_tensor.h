@@ -18,6 +18,7 @@ struct TensorRow {
   Real type[kMostArrays];
 
   bool is_f32(int k) const { return array[k] == nullptr || type[k] == Real::f32; }
+  bool is_bf16(int k) const { return type[k] == Real::bf16; }
 };
 
 /// The numbers that every optimizer's step takes.

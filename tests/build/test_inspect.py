@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flexops.cli._app import app
 from flexops.inspection import mix
 from flexops.op_builder import catalog, layout
+from flexops.op_builder.schema import declare
 from flexops.op_builder.spec import OpSpec, Project
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,15 +80,15 @@ def test_what_an_edit_changed(edited: Path) -> None:
 
 
 def test_another_projects_kernels_and_what_an_edit_changed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    csrc = tmp_path / "mylib" / "csrc"
-    shutil.copytree(REPOSITORY / "csrc" / "doctor", csrc / "doctor")
+    shutil.copytree(REPOSITORY / "flexops/builder/example/mylib", tmp_path / "mylib")
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "as it was"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    spec = OpSpec("doctor", ("doctor_square",), project=Project("mylib", tmp_path / "mylib"), isa_levels=("baseline",))
+    signatures = (declare("scale(Tensor x, float factor) -> Tensor"),)
+    spec = OpSpec("scale", ("scale",), project=Project("mylib", tmp_path / "mylib"), signatures=signatures)
     monkeypatch.setattr(catalog, "select", lambda _: (spec,))
-    (one,) = json.loads(run("inspect", "mylib", "--arch", "9.0", "--json"))
-    assert (one["family"], one["spill_stores"]) == ("mylib.doctor", 0)
-    header = csrc / "doctor" / "doctor.cuh"
+    found = json.loads(run("inspect", "mylib", "--arch", "9.0", "--json"))
+    assert [(one["family"], one["spill_stores"]) for one in found] == 3 * [("mylib.scale", 0)]  # for float, bfloat16 and float16
+    header = tmp_path / "mylib/csrc/scale/scale.cuh"
     kernel = re.search(r"__global__ void[^{]*\{", header.read_text())
     assert kernel
     ballast = "\n  __shared__ float ballast[64];\n  ballast[threadIdx.x % 64] = blockIdx.x;\n  __syncthreads();\n"

@@ -17,7 +17,7 @@ import flexops
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DATA = ROOT / "docs/benchmarks/2026-11-22-training-step.json"
+DATA = ROOT / "docs/benchmarks/2026-11-23-training-step.json"
 
 
 def test_the_picture_is_of_the_data(tmp_path: Path, require: Callable[..., None]) -> None:
