@@ -1,7 +1,8 @@
 // torch's view of attention: checks, shapes and registration (schemas: flexops/ops/attention.py).
 
-#include "attention/attention.h"
 #include "common/binding.h"
+
+#include "attention/attention.h"
 
 namespace flexops {
 namespace {
