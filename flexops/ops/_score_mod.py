@@ -137,6 +137,8 @@ class ScoreMod:
     """
 
     def __init__(self, function: Function) -> None:
+        if not callable(function):
+            raise TypeError(f"flexops.ScoreMod: function must be a function of (score, b, h, q, k), got {type(function).__name__}")
         trace: list[tuple[str, tuple[Any, ...], str]] = [(name, (), kind) for name, kind in _ARGUMENTS.items()]
         result = function(*(Symbol(trace, position, kind) for position, kind in enumerate(_ARGUMENTS.values())))
         if not isinstance(result, Symbol) or result.kind == "bool":

@@ -1,4 +1,4 @@
-"""The README's first screen: its picture follows from the data, its code is today's, and it never tells people to install another project."""
+"""The README's first screen: its picture follows from the data, its code is today's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 import flexops
 
@@ -39,12 +37,6 @@ def test_every_bar_has_its_line_in_the_report() -> None:
     report = DATA.with_suffix(".md").read_text()
     for one in json.loads(DATA.read_text())["results"]:
         assert f"| {one['milliseconds']} | {one['gibibytes']} |" in report, one["name"]
-
-
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
-def test_nobody_is_told_to_install_another_project(name: str) -> None:
-    """On package indexes, flexops is somebody else's."""
-    assert not re.search(r"pip install (?:-\S+ \S+ )*[\"']?flexops(?![-_]torch)\b", (ROOT / name).read_text())
 
 
 def test_the_code_calls_what_there_is() -> None:
