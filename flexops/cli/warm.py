@@ -1,4 +1,4 @@
-"""``flexops warm``: what a run has recorded, compiled before the next one starts."""
+"""``flexops warm``: what a run has recorded, or a model's operators may launch, compiled before the next one starts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from typing import Annotated
 import typer
 
 from .. import settings
+from ..errors import FlexopsError
 from ..op_builder import progress, record
 from ..op_builder import warm as warming
 
 
 def warm(
-    records: Annotated[list[Path], typer.Option("--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times.")],
+    records: Annotated[list[Path] | None, typer.Option("--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL_CONFIG", help="Without a run: what flexops.patch's operators may launch in this model.")
+    ] = None,
     arch: Annotated[str | None, typer.Option(help='Make kernels for these GPU architectures, such as "8.0;9.0"; by default, of the GPUs of that run.')] = None,
     archive: Annotated[Path | None, typer.Option(help="Also write it all to this archive, for `flexops cache import`.")] = None,
     to_remote: Annotated[bool, typer.Option("--remote", help="Also put it all into FLEXOPS_CACHE_REMOTE.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
-    chosen, wanted = settings.current(), record.read(records)
-    with progress.shown("what was recorded", "quiet" if as_json else chosen.log) as report:
+    if not records and not model:
+        raise FlexopsError("nothing says what to make", required="--record FILE, of a run, or --model MODEL_CONFIG", fix="FLEXOPS_RECORD=FILE <what is to start warm>")
+    chosen, wanted, families = settings.current(), record.read(records or ()), _families(model) if model else ()
+    with progress.shown("what is to start warm", "quiet" if as_json else chosen.log) as report:
         made = warming.make(wanted, chosen, arch_list=arch, progress=report)
+        if families:
+            made += warming.make_families(families, chosen, arch_list=arch, progress=report)
     if as_json:
         typer.echo(json.dumps([{"name": one.name, "cached": one.cached, "error": str(one.error) if one.error else None} for one in made], indent=1))
     else:
@@ -37,3 +45,9 @@ def warm(
         typer.echo(f"{count} entries in the remote cache", err=as_json)
     if failed := [one.error for one in made if one.error]:
         raise typer.Exit(failed[0].exit_code)
+
+
+def _families(model: str) -> tuple[str, ...]:
+    from ..patching import from_config
+
+    return from_config.report(model).families()

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from .. import toolchain
 from ..errors import CacheError, FlexopsError
 from ..settings import Settings
-from . import builder, cache_archive, catalog, device_code, layout, loader, provider, remote
+from . import aot, builder, cache_archive, catalog, device_code, layout, loader, provider, remote
 from .cache import Entry
 from .compiler import Progress
 from .manifest import is_plain
@@ -36,6 +36,21 @@ def make(wanted: Record, chosen: Settings, *, arch_list: str | None = None, prog
         FlexopsError: a family that is not known, a compiler that is missing. What cannot be compiled is in the results.
     """
     return [*_libraries(wanted, chosen, progress), *_kernels(wanted, chosen, arch_list, progress), *_extensions(wanted, chosen)]
+
+
+def make_families(families: Sequence[str], chosen: Settings, *, arch_list: str | None = None, progress: Progress | None = None) -> list[Made]:
+    """Have the libraries of these families in the local cache, and all kernels that are compiled ahead of time: those of a run, and more.
+
+    Raises:
+        FlexopsError: as :func:`make`.
+    """
+    cache, found = loader.open_cache(chosen), []
+    for result in aot.build(tuple(families), chosen, arch_list=arch_list, progress=progress):
+        device = result.plan.device
+        loader.share(catalog.find(result.plan.name.removesuffix(f"-{device}")), device, cache, result.entry)
+        found.append(Made(result.plan.name, result.entry, None if result.entry else result.error, result.cached))
+        found += [Made(f"{one.plan.expression} for {one.plan.architecture}", one.entry, one.error, one.cached) for one in result.kernels]
+    return found
 
 
 def _libraries(wanted: Record, chosen: Settings, progress: Progress | None) -> list[Made]:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+FAMILIES = {
+    **dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")),
+    **dict.fromkeys(("swiglu_linear", "geglu_linear", "bias_gelu", "bias_silu"), ("activation",)),
+    "rotary_embedding": ("rope",),
+    "attention": ("attention",),
+    "linear_cross_entropy": ("cross_entropy",),
+}
+"""What has the kernels of the operators that rows name."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,11 @@ class Report:
     @property
     def not_swapped(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.swapped)
+
+    def families(self) -> tuple[str, ...]:
+        """What has the kernels that the patched model's operators launch, forward and backward."""
+        operators = (name for row in self.swapped for name in re.findall(r"\w+", row.operator))
+        return tuple(sorted({family for name in operators for family in FAMILIES.get(name, ())}))
 
     def json(self) -> str:
         return json.dumps({"model": self.model, "rows": [asdict(row) for row in self.rows]}, indent=2)

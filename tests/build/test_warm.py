@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
-from flexops.op_builder import cache_archive, catalog, counters, device_code, layout, loader, provider, record, warm
+from flexops.op_builder import aot, cache_archive, catalog, counters, device_code, layout, loader, provider, record, warm
 from flexops.op_builder.cache import BuildCache
 from flexops.op_builder.remote import Object
+from flexops.patching import patterns
+from flexops.patching.report import FAMILIES
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
@@ -219,3 +222,27 @@ def test_the_remote_cache_on_the_command_line(tmp_path: Path, flexops: Callable[
 def test_counters_of_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / ".stats.jsonl").write_text('{"tier": "remote", "hit": true, "bytes": 5, "seconds": 0.5}\n{"tier": "none"}\n[]\nno JSON\n')
     assert counters.of_cache(tmp_path)["remote"] == {"hits": 1, "misses": 0, "bytes": 5, "seconds": 0.5}
+
+
+def test_a_models_families_without_a_run(flexops: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which they are is told by the patch; rope's are compiled, the others' would take a minute."""
+    asked: list[tuple[str, ...]] = []
+    build = aot.build
+    monkeypatch.setattr(aot, "build", lambda names, *rest, **options: asked.append(names) or build(("rope",), *rest, **options))
+    made = json.loads(flexops("warm", "--model", "llama", "--arch", "9.0", "--json", FLEXOPS_LOG="quiet"))
+    assert asked == [("activation", "attention", "cross_entropy", "norm", "norm_backward", "rope")]
+    assert {one["name"] for one in made} >= {"rope-cpu", "rope-cuda", "flexops::rope::rotate<float> for 9.0"}
+    assert not any(one["error"] for one in made)
+    assert all(one["cached"] for one in json.loads(flexops("warm", "--model", "llama", "--arch", "9.0", "--json", FLEXOPS_LOG="quiet")))
+
+
+def test_every_pattern_says_which_families_it_needs() -> None:
+    for pattern in patterns.PATTERNS:
+        families = [FAMILIES[name] for name in re.findall(r"\w+", pattern.operator) if name in FAMILIES]
+        assert families, pattern.operator
+        for family in (name for names in families for name in names):
+            catalog.find(family)
+
+
+def test_without_a_record_or_a_model_there_is_nothing_to_make(flexops: Callable[..., str]) -> None:
+    assert "--model MODEL_CONFIG" in flexops("warm", status=1)
