@@ -26,7 +26,8 @@ def warm(
 ) -> None:
     """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
     if not records and not model:
-        raise FlexopsError("nothing says what to make", required="--record FILE, of a run, or --model MODEL_CONFIG", fix="FLEXOPS_RECORD=FILE <what is to start warm>")
+        required = "--record FILE, of a run, or --model MODEL_CONFIG"
+        raise FlexopsError("nothing says what to make", required=required, fix="FLEXOPS_RECORD=FILE <what is to start warm>")
     chosen, wanted, families = settings.current(), record.read(records or ()), _families(model) if model else ()
     with progress.shown("what is to start warm", "quiet" if as_json else chosen.log) as report:
         made = warming.make(wanted, chosen, arch_list=arch, progress=report)
