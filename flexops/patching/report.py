@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
 FAMILIES = {
     **dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")),
     **dict.fromkeys(("swiglu_linear", "geglu_linear", "bias_gelu", "bias_silu"), ("activation",)),
