@@ -341,16 +341,19 @@ def references_only() -> Iterator[None]:
         _thread.references_only = before
 
 
+def has_native(family: str, device: str) -> bool:
+    """Whether a call may count on native kernels: they are loaded if they can be had, but not inside of :func:`references_only`."""
+    return not getattr(_thread, "references_only", False) and loader.ensure(family, device)
+
+
 def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, preceded by the search for something better."""
     qualified = op._schema.name
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_thread, "references_only", False):
-            return reference(*args, **kwargs)
         device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
-        if loader.ensure(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
+        if has_native(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
             return op(*args, **kwargs)
         return reference(*args, **kwargs)
 

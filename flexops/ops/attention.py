@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..op_builder import loader
 from ._difference import difference
-from ._register import caller, check_places, define
+from ._register import caller, check_places, define, has_native
 from ._score_mod import ScoreMod as ScoreMod
 from ._score_mod import known as score_mods
 from ._score_mod import number_of
@@ -198,7 +198,7 @@ def _torchs(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_ca
         return "meant"
     if why := _declined(query, value):
         return why
-    if torch.compiler.is_compiling() or query.device.type == "meta" or loader.ensure("attention", query.device.type):
+    if torch.compiler.is_compiling() or query.device.type == "meta" or has_native("attention", query.device.type):
         return ""
     return "meant"  # the family's own status says why
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,6 +339,15 @@ def test_the_report_is_a_table_and_json() -> None:
     assert {row["module"]: row["swapped"] for row in text["rows"]}["LayerNorm"] is True
     assert all(row["reason"] for row in text["rows"] if not row["swapped"])
     assert "GPTNeoXLayer" in str(report)
+
+
+def test_patching_compiles_nothing(tmp_path: Path) -> None:
+    """In a process that has no kernels: what is probed runs as plain PyTorch, without a word."""
+    program = "import flexops; from flexops.patching import from_config; from_config.report('llama'); print({one.backend for one in flexops.status()})"
+    environment = {**os.environ, "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "forbid", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "{'unasked'}\n", done.stderr
+    assert "flexops" not in done.stderr
 
 
 def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
