@@ -140,8 +140,9 @@ struct Span<2, kEachColumn> {
     } else {
       const u32 low = min2<T>(min2<T>(in.at[0], in.at[1]), min2<T>(in.at[2], in.at[3]));
       const u32 high = max2<T>(max2<T>(in.at[0], in.at[1]), max2<T>(in.at[2], in.at[3])) ^ kSigns;
-      const u32 both = min2<T>((low & 0xffffu) | high << 16, low >> 16 | (high & 0xffff0000u));
-      word[0][0] = min2<T>(word[0][0], both);
+      // One after the other: NVRTC 12.6 crashes on min2(word, min2(both)) of bf16 for sm_90.
+      word[0][0] = min2<T>(word[0][0], (low & 0xffffu) | high << 16);
+      word[0][0] = min2<T>(word[0][0], low >> 16 | (high & 0xffff0000u));
     }
   }
   static FLEXOPS_DEVICE float half(u32 in, int which, Type type) {
