@@ -199,7 +199,7 @@ FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<T, N>& in, ElementType)
 }
 template <int N>
 FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<AnyHalf, N>& in, ElementType type) {
-  if (type == kBfloat16) {
+  if (type == ElementType::bf16) {
     widen(out, bit_cast<Vec<bf16, N>>(in));
   } else {
     widen(out, bit_cast<Vec<f16, N>>(in));
@@ -211,7 +211,7 @@ template <typename T, int N>
 FLEXOPS_DEVICE void put_floats(void* to, i64 index, const float (&value)[N], ElementType type) {
   if constexpr (sizeof(T) != 2) {
     put<T, N, kStore>(to, index, value, type);
-  } else if (type == kBfloat16) {
+  } else if (type == ElementType::bf16) {
     put<bf16, N, kStore>(to, index, value, type);
   } else {
     put<f16, N, kStore>(to, index, value, type);

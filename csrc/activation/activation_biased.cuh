@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
 #pragma unroll
     for (int i = 0; i < N; ++i) put_one(p.bias_grad, column + i, sum[i], p.bias_type);
   } else {
-    put<float, N, Cache::normal>(p.sums, slice * p.columns + column, sum, kFloat32);
+    put<float, N, Cache::normal>(p.sums, slice * p.columns + column, sum, ElementType::f32);
   }
 }
 

@@ -9,11 +9,10 @@
 
 #include "common/device.cuh"
 #include "common/dtypes.cuh"
+#include "common/element_type.h"
 #include "common/vec.cuh"
 
 namespace flexops {
-
-enum ElementType : u8 { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 
 /// Stands for a type that is told at run time.
 struct AnyElement {};
@@ -40,15 +39,15 @@ template <>
 inline constexpr int kPerVector<AnyElement> = 1;
 
 FLEXOPS_DEVICE float fetch_one(const void* from, i64 index, ElementType type) {
-  if (type == kBfloat16) return to_float(static_cast<const bf16*>(from)[index]);
-  if (type == kFloat16) return to_float(static_cast<const f16*>(from)[index]);
+  if (type == ElementType::bf16) return to_float(static_cast<const bf16*>(from)[index]);
+  if (type == ElementType::f16) return to_float(static_cast<const f16*>(from)[index]);
   return static_cast<const float*>(from)[index];
 }
 
 FLEXOPS_DEVICE void put_one(void* to, i64 index, float value, ElementType type) {
-  if (type == kBfloat16) {
+  if (type == ElementType::bf16) {
     static_cast<bf16*>(to)[index] = from_float<bf16>(value);
-  } else if (type == kFloat16) {
+  } else if (type == ElementType::f16) {
     static_cast<f16*>(to)[index] = from_float<f16>(value);
   } else {
     static_cast<float*>(to)[index] = value;
@@ -118,7 +117,7 @@ struct Shared {
   FLEXOPS_DEVICE void load(const void* from, i64 index, ElementType type) {
     if constexpr (N == 1) {
       words[0].at[0] = bit_cast<u32>(fetch_one(from, index, type));
-    } else if (type == kFloat32) {
+    } else if (type == ElementType::f32) {
 #pragma unroll
       for (int i = 0; i < N / 4; ++i)
         words[i] = flexops::load<Cache::normal>(reinterpret_cast<const Vec<u32, 4>*>(static_cast<const float*>(from) + index + 4 * i));
@@ -129,10 +128,10 @@ struct Shared {
     }
   }
   FLEXOPS_DEVICE void widen_to(float* out, ElementType type) const {
-    if (N == 1 || type == kFloat32) {
+    if (N == 1 || type == ElementType::f32) {
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(words[i / 4].at[i % 4]);
-    } else if (type == kBfloat16) {
+    } else if (type == ElementType::bf16) {
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(i % 2 ? words[0].at[i / 2] & 0xffff0000u : words[0].at[i / 2] << 16);
     } else {

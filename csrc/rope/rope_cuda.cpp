@@ -47,7 +47,7 @@ void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
     s.in = static_cast<const char*>(s.in) + (batches * s.in_batch + positions * s.in_length) * size;
     s.out = static_cast<char*>(s.out) + (batches * s.out_batch + positions * s.out_length) * size;
   }
-  const int64_t of_table = p.table_type == kFloat32 ? 4 : 2;
+  const int64_t of_table = p.table_type == ElementType::f32 ? 4 : 2;
   p.cos = static_cast<const char*>(p.cos) + batches * p.cos_batch * of_table;
   p.sin = static_cast<const char*>(p.sin) + batches * p.sin_batch * of_table;
   if (p.positions) {
