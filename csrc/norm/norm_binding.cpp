@@ -156,16 +156,16 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(Tensor x, Tensor resid
 FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "layer_norm", layer_norm_plain);
   FLEXOPS_IMPL(m, "layer_norm_plain", layer_norm_plain);
-  FLEXOPS_IMPL(m, "layer_norm_forward", layer_norm_forward);
+  FLEXOPS_IMPL(m, "layer_norm.forward", layer_norm_forward);
   FLEXOPS_IMPL(m, "rms_norm", rms_norm_plain);
   FLEXOPS_IMPL(m, "rms_norm_plain", rms_norm_plain);
-  FLEXOPS_IMPL(m, "rms_norm_forward", rms_norm_forward);
+  FLEXOPS_IMPL(m, "rms_norm.forward", rms_norm_forward);
   FLEXOPS_IMPL(m, "add_layer_norm", add_layer_norm_plain);
   FLEXOPS_IMPL(m, "add_layer_norm_plain", add_layer_norm_plain);
-  FLEXOPS_IMPL(m, "add_layer_norm_forward", add_layer_norm_forward);
+  FLEXOPS_IMPL(m, "add_layer_norm.forward", add_layer_norm_forward);
   FLEXOPS_IMPL(m, "add_rms_norm", add_rms_norm_plain);
   FLEXOPS_IMPL(m, "add_rms_norm_plain", add_rms_norm_plain);
-  FLEXOPS_IMPL(m, "add_rms_norm_forward", add_rms_norm_forward);
+  FLEXOPS_IMPL(m, "add_rms_norm.forward", add_rms_norm_forward);
   FLEXOPS_IMPL(m, "rms_norm_quantized", rms_norm_quantized);
   FLEXOPS_IMPL(m, "add_rms_norm_quantized", add_rms_norm_quantized);
 }

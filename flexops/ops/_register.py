@@ -38,7 +38,7 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[Any, Any] = {}
-"""For each op below autograd that is the forward pass of another with the same arguments, that one."""
+"""For each overload that is the forward pass of another one where there is a gradient, that one."""
 references: dict[Any, Callable[..., Any]] = {}
 """Each op's reference, which is what tests hold native kernels against."""
 
@@ -52,7 +52,6 @@ def define(
     check: Callable[..., None] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    forward: Any = None,
     plain: bool = False,
     hidden: bool = False,
     native: bool = True,
@@ -64,7 +63,8 @@ def define(
 
     Args:
         family: the op's name in the catalogue: which native library implements it.
-        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only arguments.
+        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only arguments. ``name.overload`` is another one of the op
+            ``name``, which is there already.
         reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
         check: with the schema's arguments, raises if one is not as the public function says, in its words. It is asked before the reference and the
@@ -74,8 +74,6 @@ def define(
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
             coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
-        forward: an op below autograd with the same arguments, which runs instead where there will be a gradient. Behind this op's results it has what
-            ``backward`` needs; ``setup_context`` gets all of them.
         plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller`` takes that one where nothing requires a gradient, and
             is spared the guard that keeps the op from coming back to Python, which takes torch as long as a small tensor does.
         hidden: the op is invisible to autograd: its results never require a gradient, and it is not for users.
@@ -90,7 +88,7 @@ def define(
         library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
     refuse = _refusal(called, _argument_names(schema), check)
     library.define(schema, tags=tags)
-    op = getattr(getattr(torch.ops, project.name), name).default
+    op = operator_of(project.name, name)
     library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
     register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
@@ -101,13 +99,17 @@ def define(
         plain_schema, function = schema.replace(name, f"{name}_plain", 1), function or name
         define(family, plain_schema, reference, fake, check=check, hidden=True, function=function, tags=tags, project=project)
         library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see the op that was called
-        below = builtin(getattr(getattr(torch.ops, project.name), f"{name}_plain").default)
-    if forward is not None:
-        public[forward] = op
+        below = builtin(operator_of(project.name, f"{name}_plain"))
     _parts[op] = _Parts(library, below, refuse, called)
     _callers[op] = _caller(op, below, below, op, refuse)
     if backward is not None and setup_context is not None:
-        add_gradient(op, setup_context, backward, forward=forward)
+        add_gradient(op, setup_context, backward)
+
+
+def operator_of(namespace: str, name: str) -> Any:
+    """``name`` or ``name.overload``, as torch has it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 class _Parts(NamedTuple):
@@ -125,7 +127,13 @@ _parts: dict[Any, _Parts] = {}
 def add_gradient(
     op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any], *, forward: Any = None
 ) -> None:
-    """Give an op that is defined its gradient; arguments as for :func:`define`."""
+    """Give an op that is defined its gradient; arguments as for :func:`define`.
+
+    ``forward`` is a hidden overload of the op with the same arguments, which runs instead where there will be a gradient. Behind the op's results it has
+    what ``backward`` needs; ``setup_context`` gets all of them. Being an overload, it is the same operator to dispatch modes and to profilers.
+    """
+    if forward is not None:
+        public[forward] = op
     library, below, refuse, called = _parts[op]
     _differentiable[op] = _function(op, forward, setup_context, backward)
     apply = apply_of(_differentiable[op])
@@ -348,7 +356,7 @@ def has_native(family: str, device: str) -> bool:
 
 def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, preceded by the search for something better."""
-    qualified = op._schema.name
+    qualified = op.name()
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:

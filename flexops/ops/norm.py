@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._register import caller, define
+from ._register import add_gradient, caller, define
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -288,20 +288,14 @@ def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
 
 
 def _define(name: str, arguments: str, count: int, reference: Any, fake: Any, check: Any, setup_context: Any, backward: Any) -> None:
-    """``name``, whose first ``count`` results are for everybody, and ``<name>_forward``, which has the rows' statistics behind these."""
-    define("norm", f"{name}_forward({arguments}) -> ({', '.join(['Tensor'] * (count + 1))})", reference, fake, check=check, hidden=True, function=name)
+    """``name``, whose first ``count`` results are for everybody, and its overload ``forward``, which has the rows' statistics behind these."""
     shown = operator.itemgetter(0 if count == 1 else slice(count))
-    define(
-        "norm",
-        f"{name}({arguments}) -> {'Tensor' if count == 1 else '(Tensor, Tensor)'}",
-        lambda *args: shown(reference(*args)),
-        lambda *args: shown(fake(*args)),
-        check=check,
-        setup_context=setup_context,
-        backward=backward,
-        forward=getattr(torch.ops.flexops, f"{name}_forward").default,
-        plain=True,
-    )
+    results = "Tensor" if count == 1 else "(Tensor, Tensor)"
+    define("norm", f"{name}({arguments}) -> {results}", lambda *args: shown(reference(*args)), lambda *args: shown(fake(*args)), check=check, plain=True)
+    every = ", ".join(["Tensor"] * (count + 1))
+    define("norm", f"{name}.forward({arguments}) -> ({every})", reference, fake, check=check, hidden=True, function=name)
+    op = getattr(torch.ops.flexops, name)
+    add_gradient(op.default, setup_context, backward, forward=op.forward)
 
 
 _define(
@@ -357,6 +351,6 @@ def self_check(device: str) -> float:
     x, residual = (torch.randn(33, 192, generator=generator).to(device) for _ in range(2))
     weight, bias = (torch.randn(192, generator=generator).to(device) for _ in range(2))
     ops = torch.ops.flexops
-    results = (*ops.add_layer_norm_forward(x, residual, weight, bias, 1e-5), *ops.rms_norm_forward(x, weight, 1e-6))
+    results = (*ops.add_layer_norm.forward(x, residual, weight, bias, 1e-5), *ops.rms_norm.forward(x, weight, 1e-6))
     expected = (*_add_layer_norm_reference(x, residual, weight, bias, 1e-5), *_rms_norm_reference(x, weight, 1e-6))
     return difference(results, expected)

@@ -407,6 +407,7 @@ _APPLIES: dict[str, Callable[[Case], object]] = {
     "test_gradients_are_float64s": lambda case: case.differentiable,
     "test_gradients_of_any_strides": lambda case: case.differentiable,
     "test_gradcheck": lambda case: case.differentiable,
+    "test_a_dispatch_mode_sees_the_same_operators": lambda case: case.differentiable,
     "test_a_gradient_penalty_is_refused": lambda case: case.differentiable,
     "test_gradients_by_torch_func": lambda case: case.differentiable and "in place" not in case.name,
     "test_accuracy": lambda case: case.accuracy,
@@ -616,6 +617,18 @@ class Contract:
             assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
 
     # -- torch's machinery
+
+    def test_a_dispatch_mode_sees_the_same_operators(self, case: Case, device: str) -> None:
+        """With a gradient as without one: who looks for an operator (to count it, to replace it, to keep its result) finds it under one name."""
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        seen = []
+        for differentiable in ((), case.differentiable):
+            with Recorder() as recorder:
+                case.call(*_copies(args, differentiable))
+            # what has no gradient need not be written in place: a name's underscore may come with one
+            seen.append(list(dict.fromkeys(op._schema.name.rstrip("_") for op, *_ in recorder.calls)))
+        assert seen[0]
+        assert seen[0] == seen[1]
 
     def test_opcheck(self, case: Case, device: str) -> None:
         calls = recorded(case, device)

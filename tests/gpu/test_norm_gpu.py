@@ -68,10 +68,10 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
         weight = torch.randn(columns, device="cuda").to(weight_dtype) if choose.random() < 0.8 else None
         bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
         with torch.no_grad():
-            compare(ops.layer_norm_forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
-            compare(ops.rms_norm_forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(ops.add_layer_norm_forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
-            compare(ops.add_rms_norm_forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
+            compare(ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
+            _, total, statistics = compare(ops.add_layer_norm.forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+            compare(ops.add_rms_norm.forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
             backward = (grad, also if turn % 3 else None, total, weight, statistics, *flags(choose, 3), bias_dtype)
             compare(ops.layer_norm_backward, references[ops.layer_norm_backward.default], *backward, size=rows)
             statistics = norm_module._rms_norm_reference(total, None, 1e-6)[1]

@@ -20,7 +20,7 @@ from flexops.op_builder import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_backward as backward_module
 from flexops.ops import norm_quantized as quantized_module
-from flexops.ops._register import references
+from flexops.ops._register import operator_of, references
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import ISA_LEVELS, Case, Contract, Make, Recorder, Refusal, isa_limit, tensors_of
@@ -221,12 +221,12 @@ def compare_everything(seeds: range) -> None:
         bias = torch.randn(columns).to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
         with torch.no_grad():
-            compare(ops.layer_norm_forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
-            compare(ops.rms_norm_forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(ops.add_layer_norm_forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
+            compare(ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
+            _, total, statistics = compare(ops.add_layer_norm.forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs, bias_dtype)
             compare(ops.layer_norm_backward, references[ops.layer_norm_backward.default], *backward, size=rows)
-            _, total, statistics = compare(ops.add_rms_norm_forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
+            _, total, statistics = compare(ops.add_rms_norm.forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
             compare(ops.rms_norm_backward, references[ops.rms_norm_backward.default], *backward, size=rows)
 
@@ -430,7 +430,7 @@ def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
         argument.requires_grad_(gradient)
     with Recorder() as recorder:
         results = tensors_of(getattr(flexops, name)(*arguments, 1e-5))
-    op, plain, forward = (getattr(torch.ops.flexops, name + way).default for way in ("", "_plain", "_forward"))
+    op, plain, forward = (operator_of("flexops", name + way) for way in ("", "_plain", ".forward"))
     assert {call[0] for call in recorder.calls} == ({op, forward} if gradient else {op})
     for_users = tensors_of(op(*arguments, 1e-5))
     leaves = [argument.detach() for argument in arguments]
