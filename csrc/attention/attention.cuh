@@ -3,12 +3,13 @@
 // After Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023) and Shah et al., "FlashAttention-3:
 // Fast and Accurate Attention with Asynchrony and Low-precision" (2024); the online softmax after Milakov and Gimelshein (2018).
 //
-//   attention.cuh                   what all have in common: the problem, which blocks of keys a tile of queries sees, mask, score
-//   modifiers attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
+//   attention.cuh                   in common: the problem, blocks of keys that a tile of queries sees, mask, modifiers
+//   attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
 //   attention_forward_hopper.cuh    sm_90a: copy engine, wgmma, warp specialization
 //   attention_backward_hopper.cuh   the same, for the gradients
-//   attention_mma.cuh               mma.sync and cp.async, for the two that follow
+//   attention_mma.cuh               mma.sync and cp.async, for the three that follow
 //   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
+//   attention_decode.cuh            the same for few queries and many keys, which are split
 //   attention_backward.cuh          the same, for the gradients
 //   attention_backward_rows.cuh     before and after both of them: rowsum(dO O), and dQ from float32 to its type
 //

@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "attention/attention_backward.cuh"
 #include "attention/attention_backward_hopper.cuh"
+#include "attention/attention_decode.cuh"
 #include "attention/attention_forward.cuh"
 #include "attention/attention_forward_hopper.cuh"
 #include "common/launch.h"
@@ -12,10 +13,13 @@ namespace flexops {
 namespace {
 
 using attention::BackwardHopper, attention::BackwardHopperParams, attention::BackwardParams, attention::BackwardRowsParams,
-    attention::BackwardShape, attention::ForwardHopper, attention::ForwardHopperParams, attention::ForwardParams, attention::ForwardShape,
-    attention::Defined, attention::Modified, attention::Plain, attention::Problem;
+    attention::BackwardShape, attention::Decode, attention::DecodeParams, attention::Defined, attention::ForwardHopper,
+    attention::ForwardHopperParams, attention::ForwardParams, attention::ForwardShape, attention::Modified, attention::Plain,
+    attention::Problem;
 
+// Tests' choices; see the end of this file.
 bool hopper_allowed = true;
+int splits_wanted = -1;
 
 /// Whether the kernels of attention_*_hopper.cuh run here. Their machine code is Hopper's alone.
 bool is_hopper() { return hopper_allowed && gpu_facts().capability == 90; }
@@ -84,6 +88,33 @@ const Forward<ForwardParams>& choose_forward(const Attention& p) {
     if (p.head_dim <= tiling.dim && p.head_dim_v <= tiling.dim_v) return tiling;
   }
   return kTilings[6];
+}
+
+/// One tiling of the kernel for few queries, with the one that puts splits together.
+struct Decoding {
+  int dim, dim_v, rows, keys, threads, bytes;  // keys: of a warp's blocks
+  Variants<DecodeParams> variants;
+  KernelOf<DecodeParams> combine[2];
+};
+template <int D, int DV, int kWarps, int N>
+constexpr Decoding decode_tiling() {
+  using Shape = Decode<bf16, D, DV, kWarps, N>;
+  return {D,
+          DV,
+          Shape::kM,
+          N,
+          Shape::kThreads,
+          Shape::kBytes,
+          FLEXOPS_VARIANTS(decode, D, DV, kWarps, N),
+          {kernel<attention::decode_combine<f16>>, kernel<attention::decode_combine<bf16>>}};
+}
+const Decoding& choose_decode(const Attention& p) {
+  static constexpr Decoding kTilings[] = {decode_tiling<64, 64, 4, 32>(), decode_tiling<128, 128, 4, 16>(),
+                                          decode_tiling<192, 128, 2, 16>(), decode_tiling<256, 256, 2, 16>()};
+  for (const auto& tiling : kTilings) {
+    if (p.head_dim <= tiling.dim && p.head_dim_v <= tiling.dim_v) return tiling;
+  }
+  return kTilings[3];
 }
 
 /// One tiling backward, with the kernels before and after it.
@@ -204,6 +235,51 @@ ForwardParams make_forward(const AttentionForward& c, int64_t rows, int dim, int
 constexpr const char* kTooMany = "attention has more tiles than a grid";
 bool fits_grid(int64_t tiles, int64_t batch, int64_t heads) { return tiles * batch * heads < int64_t{1} << 31; }
 
+// ---- few queries ------------------------------------------------------------------------------------------------------------------------
+
+/// Tiles of 16 rows read the same keys again: up to 4 of them, which find these in the L2 cache.
+bool takes_decode(const Attention& a) { return splits_wanted != 0 && a.length_q * (a.heads_q / a.heads_k) <= 64; }
+
+int64_t decode_tiles(const Attention& a, const Decoding& tiling) { return ceil_div(a.length_q * (a.heads_q / a.heads_k), tiling.rows); }
+
+/// In how many parts keys are cut: so many that blocks of threads come out even on the multiprocessors, and no more, since parts have to be
+/// put together again.
+int decode_splits(const Attention& a, const Decoding& tiling) {
+  constexpr int64_t kLeastKeys = 256, kMost = 128;  // keys that are worth a block
+  if (splits_wanted > 0) return splits_wanted;
+  const Gpu& gpu = gpu_facts();
+  const int64_t resident = gpu.processors * (gpu.shared_of_processor >= 2 * (tiling.bytes + 1024) ? 2 : 1);
+  const int64_t blocks_of_split = decode_tiles(a, tiling) * a.batch * a.heads_k;
+  int64_t seen = a.length_k;
+  if (a.window_left >= 0 && a.window_right >= 0) seen = least(seen, a.window_left + a.window_right + a.length_q);
+  const int64_t most = least(kMost, seen / kLeastKeys);
+  const auto used = [&](int64_t splits) {  // of the multiprocessors' time, in thousandths
+    const int64_t all = splits * blocks_of_split;
+    return all * 1000 / (ceil_div(all, resident) * resident);
+  };
+  int64_t best = used(1);
+  for (int64_t splits = 2; splits <= most; ++splits) best = used(splits) > best ? used(splits) : best;
+  for (int64_t splits = 1; splits < most; ++splits) {
+    if (used(splits) * 10 >= best * 9) return static_cast<int>(splits);
+  }
+  return most > 1 ? static_cast<int>(most) : 1;
+}
+
+const char* launch_decode(const AttentionForward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  const Decoding& tiling = choose_decode(a);
+  DecodeParams p = {};
+  p.call = make_forward(c, tiling.rows, tiling.dim, tiling.dim_v);
+  p.call.tiles = static_cast<int>(decode_tiles(a, tiling));
+  p.splits = decode_splits(a, tiling);
+  const int64_t rows = a.batch * a.heads_q * a.length_q, all = a.batch * a.heads_k * p.call.tiles;
+  p.parts = static_cast<float*>(workspace), p.parts_sums = p.parts + p.splits * rows * a.head_dim_v;
+  if (!fits_grid(all, p.splits, 1)) return kTooMany;
+  launch(tiling.variants.of(a, modifier_of(a)), {blocks(all * p.splits), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
+  if (p.splits > 1) launch(tiling.combine[a.type == AttentionType::bf16], {blocks(ceil_div(rows, 4)), {128}, stream}, p);
+  return last_error();
+}
+
 // ---- backward ---------------------------------------------------------------------------------------------------------------------------
 
 int64_t padded_rows(const Attention& a) {
@@ -253,7 +329,13 @@ bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
 
 }  // namespace
 
-int64_t attention_workspace(const AttentionForward& call) { return takes_hopper(call.problem) ? 256 : 0; }
+int64_t attention_workspace(const AttentionForward& call) {
+  const Attention& a = call.problem;
+  if (is_empty(a)) return 0;
+  if (!takes_decode(a)) return takes_hopper(a) ? 256 : 0;
+  const int64_t splits = decode_splits(a, choose_decode(a));
+  return splits > 1 ? splits * a.batch * a.heads_q * a.length_q * (a.head_dim_v + 1) * 4 : 0;
+}
 
 int64_t attention_workspace(const AttentionBackward& call) {
   const Attention& a = call.problem;
@@ -265,6 +347,7 @@ int64_t attention_workspace(const AttentionBackward& call) {
 const char* attention_cuda(const AttentionForward& c, void* workspace, void* stream) {
   const Attention& a = c.problem;
   if (is_empty(a) || a.length_q == 0) return nullptr;
+  if (takes_decode(a)) return launch_decode(c, workspace, stream);
   const auto run = [&](const auto& tiling, const auto& queue) {
     const ForwardParams p = make_forward(c, tiling.rows, tiling.dim, tiling.dim_v);
     if (!fits_grid(p.tiles, a.batch, a.heads_q)) return kTooMany;
@@ -281,9 +364,13 @@ const char* attention_cuda(const AttentionForward& c, void* workspace, void* str
     p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
     p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
     p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
-    p.call = call, p.counter = static_cast<int*>(workspace);
-    set_zero(static_cast<uint32_t*>(workspace), 1, stream);
-    config.grid.x = static_cast<unsigned>(least(config.grid.x, gpu_facts().processors));
+    p.call = call;
+    const unsigned tiles = config.grid.x;
+    config.grid.x = static_cast<unsigned>(least(tiles, gpu_facts().processors));
+    if (tiles > 2 * config.grid.x) {
+      p.counter = static_cast<int*>(workspace);
+      set_zero(static_cast<uint32_t*>(workspace), 1, stream);
+    }
     launch(tiling.variants.of(a, modifier_of(a)), config, p);
   });
 }
@@ -311,5 +398,7 @@ const char* attention_backward_cuda(const AttentionBackward& c, void* workspace,
 
 }  // namespace flexops
 
-/// For tests, which run both ways on one GPU: 0 leaves Hopper's own kernels out.
+// For tests, which run all ways on one GPU. Hopper's own kernels: 0 leaves them out. Splits of the keys of few queries: so many; 0 takes
+// the kernels for many queries, -1 what is chosen otherwise.
 extern "C" __attribute__((visibility("default"))) void flexops_attention_hopper(int allowed) { flexops::hopper_allowed = allowed != 0; }
+extern "C" __attribute__((visibility("default"))) void flexops_attention_splits(int wanted) { flexops::splits_wanted = wanted; }

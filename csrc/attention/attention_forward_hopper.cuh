@@ -28,7 +28,7 @@ namespace flexops::attention {
 struct ForwardHopperParams {
   hopper::TensorMap q, k, v;  // 4 dimensions, from the inner: head_dim, length, heads, batch; boxes of Tile::kPanel x rows
   ForwardParams call;
-  int* counter;  // zero at the launch
+  int* counter;  // zero at the launch; null if there are at most two tiles for each block of threads
 };
 
 template <class T, int kDim, int kDimV, int kGroups, int kN>
@@ -95,20 +95,22 @@ FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& s
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(shape.tile(turn.stage)), "r"(tile) : "memory");
     arrive(shape.tile_full(turn.stage));
     if (tile >= tiles) return;
-    const int next = gridDim.x + atomicAdd(p.counter, 1);
+    const int blocks = static_cast<int>(gridDim.x);
+    // Without a counter who had the first tile, the longest, has the last one: the shortest.
+    const int next = p.counter ? blocks + atomicAdd(p.counter, 1) : tile < blocks ? 2 * blocks - 1 - tile : tiles;
     const TileNumber number(tile, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
     const Sequence s(problem, number.batch, number.head);
     const int m = p.call.tiles - 1 - number.tile;
-    const Blocks blocks = visible_keys<kM, kN>(problem, s, m);
-    if (!blocks.none()) {
+    const Blocks seen = visible_keys<kM, kN>(problem, s, m);
+    if (!seen.none()) {
       wait(shape.q_empty(), q_parity ^ 1);
       q_parity ^= 1;
       expect(shape.q_full(), Shape::Q::kBytes);
       Shape::Q::load(shape.q(), p.q, shape.q_full(), s.first_q + m * kM, s.head, s.coordinate);
-      load_k(s, blocks.end - 1);
+      load_k(s, seen.end - 1);
 #pragma unroll 1
-      for (int n = blocks.end - 2; n >= blocks.begin; --n) load_k(s, n), load_v(s, n + 1);
-      load_v(s, blocks.begin);
+      for (int n = seen.end - 2; n >= seen.begin; --n) load_k(s, n), load_v(s, n + 1);
+      load_v(s, seen.begin);
     }
     tile = next;
   }

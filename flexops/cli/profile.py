@@ -73,9 +73,10 @@ def sanitize(
         raise ToolchainError("there is no compute-sanitizer here", found="neither on PATH, in a toolkit nor in a wheel", required="CUDA's", fix=fix)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[split + 1 :] or [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
+    ours = [] if arguments[split + 1 :] else ["--kernel-regex", "kns=flexops"]  # not torch's, of which tests launch more
     # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into a neighbour.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *command]
+    wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *ours, *command]
     with subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         assert process.stdout is not None
         said = []
@@ -90,14 +91,16 @@ def sanitize(
 
 
 def tests_of(op: str) -> list[str]:
-    """The tests of an operator's family that run on a GPU, in this checkout.
+    """The tests of an operator's family that run on a GPU, in this checkout: those made for this, if there are any, since tools slow kernels down a
+    hundredfold.
 
     Raises:
         FlexopsError: there are none, so a command has to be named.
     """
     (spec,) = catalog.select((op,))[:1]
     names = (f"ops/test_{spec.family}.py", f"gpu/test_{spec.family}_gpu.py", f"test_{spec.family}.py")
-    found = [str(path) for name in names if (path := Path("tests", name)).is_file()]
+    made_for_this = Path("tests", "gpu", f"test_{spec.family}_sanitized_gpu.py")
+    found = [str(made_for_this)] if made_for_this.is_file() else [str(path) for name in names if (path := Path("tests", name)).is_file()]
     if not found:
         fix = f"flexops sanitize {op} -- pytest -k {op}"
         raise FlexopsError(f"no tests of {op} are here", found=str(Path("tests").absolute()), required="a checkout, or a command", fix=fix)

@@ -38,12 +38,22 @@ def _library() -> Any:
 
 @pytest.fixture(params=["hopper", "sm_80"])
 def way(request: pytest.FixtureRequest, require: Any) -> Iterator[str]:
-    """Which kernels run."""
+    """Which kernels run, of those that take any number of queries."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     require(hopper or request.param == "sm_80", "a GPU of capability 9.0", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
     _library().flexops_attention_hopper(int(request.param == "hopper"))
+    _library().flexops_attention_splits(0)
     yield request.param
     _library().flexops_attention_hopper(1)
+    _library().flexops_attention_splits(-1)
+
+
+@pytest.fixture(params=[-1, 1, 5], ids=["splits as chosen", "one split", "5 splits"])
+def splits(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The kernels of few queries, and in how many parts they cut the keys."""
+    _library().flexops_attention_splits(request.param)
+    yield request.param
+    _library().flexops_attention_splits(-1)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -258,6 +268,79 @@ def test_more_than_2_to_31_scores() -> None:
         alone, alone_lse = exact(q[:, row : row + 1].double(), k[:, : row + 1].double(), v[:, : row + 1].double())
         assert distance_of(out[:, row : row + 1], alone) < 6e-3
         assert distance_of(lse[..., row : row + 1], alone_lse) < 1e-4
+
+
+@pytest.mark.usefixtures("way")
+def test_gradients_over_262144_keys() -> None:
+    """A length of 256k, both ways, with a window: of a part of the sequence float64 can then tell what the gradients are."""
+    length, window = 2**18, 1000
+    q, k, v = (x.requires_grad_() for x in qkv(length, length, 2, 1, 64, batch=1))
+    grad = rand(1, length, 2, 64)
+    gradients = torch.autograd.grad(flexops.attention(q, k, v, causal=True, window=(window, 0)), (q, k, v), grad)
+    for begin in (0, length // 2, length - 3 * window):
+        part = slice(begin, begin + 3 * window)
+        wide = [x[:, part].detach().double().requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(exact(*wide, causal=True, window=(window, 0))[0], wide, grad[:, part].double())
+        # queries whose keys are all in the part, and keys whose queries are such
+        for actual, alone, last in zip(gradients, expected, (3, 2, 2), strict=True):
+            assert distance_of(actual[:, part][:, window : last * window - 1], alone[:, window : last * window - 1]) < 1.2e-2
+
+
+# ---- few queries, many keys --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [(32, 32), (64, 64), (96, 96), (128, 128), (72, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "key_heads"), [(1, 5000, 8, 2), (3, 700, 4, 4), (5, 1000, 12, 1), (1, 1, 2, 2), (2, 0, 2, 1), (7, 40, 6, 3)]
+)
+@pytest.mark.usefixtures("splits")
+def test_few_queries(queries: int, keys: int, heads: int, key_heads: int, columns: tuple[int, int]) -> None:
+    found = errors(*qkv(queries, keys, heads, key_heads, *columns, batch=3), causal=True)
+    if keys == 1:  # softmax of one number has no gradient: what is left is rounding
+        del found["q"], found["k"]
+    assert_close(found, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.usefixtures("splits")
+def test_few_queries_with_every_option(dtype: torch.dtype) -> None:
+    q, k, v = qkv(3, 900, 8, 2, 128, dtype=dtype)
+    bias, sinks = torch.randn(2, 1, 3, 900, device="cuda"), torch.randn(8, device="cuda")
+    keep = torch.rand(2, 8, 3, 900, device="cuda") > 0.3
+    keep[0, :, 1] = False  # rows that see nothing
+    for options in (
+        {"window": (200, 0)}, {"window": (100, 3)}, {"softcap": 5.0}, {"alibi_slopes": torch.rand(8, device="cuda"), "causal": True}, {"bias": bias},
+        {"bias": keep}, {"scale": -0.1}, {"sinks": sinks, "with_lse": True}, {"score_mod": SCORE_MODS[1], "sinks": sinks},
+        {"softcap": 5.0, "bias": bias, "sinks": sinks, "window": (500, None), "causal": True},
+    ):  # fmt: skip
+        assert_close(errors(q, k, v, **options), dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("splits")
+def test_few_queries_over_a_packed_cache() -> None:
+    """Sequences with one query or a few, and caches of any length, one of them empty."""
+    lengths_q, lengths_k = [1, 4, 1, 0, 2], [3000, 17, 0, 5, 901]
+    ends = [torch.tensor([sum(lengths[:i]) for i in range(6)], dtype=torch.int32, device="cuda") for lengths in (lengths_q, lengths_k)]
+    q, k, v = rand(sum(lengths_q), 8, 128), rand(sum(lengths_k), 2, 128), rand(sum(lengths_k), 2, 128)
+    out, lse = flexops.attention(q, k, v, causal=True, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=4, max_seqlen_k=3000, return_lse=True)
+    for rows, keys in ((slice(*ends[0][i : i + 2].tolist()), slice(*ends[1][i : i + 2].tolist())) for i in range(5)):
+        alone, alone_lse = exact(q[None, rows].double(), k[None, keys].double(), v[None, keys].double(), causal=True)
+        assert distance_of(out[None, rows], alone) < 6e-3
+        assert distance_of(lse[None, :, rows], alone_lse) < 1e-4
+
+
+def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
+    """Generation by scaled_dot_product_attention, in a graph, over a slice of a cache [batch, heads, length, head_dim]."""
+    cache = rand(2, 4, 2, 4096, 128)
+    q, k, v = rand(4, 8, 1, 128), cache[0, :, :, :3333], cache[1, :, :, :3333]
+    graph = torch.cuda.CUDAGraph()
+    flexops.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    with torch.cuda.graph(graph):
+        out = flexops.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    cache.normal_()
+    graph.replay()
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    assert distance_of(out, expected) < 6e-3
 
 
 # ---- always the same ---------------------------------------------------------------------------------------------------------------------------

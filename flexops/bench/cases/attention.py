@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops import attention as op
-from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, forward_and_backward
+from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, forward_and_backward, library
 
 FAMILY = "attention"
 
@@ -44,6 +45,52 @@ def attention(setup: Setup) -> Iterator[Case]:
         functions = _functions(setup, shape)
         forward, backward = (f"{operations / 1e12:.3g} T operations" for operations in (products, products * 5 // 2))
         yield from forward_and_backward(FAMILY, "attention", f"attention {what}", functions, (q, k, v), (0, forward), (0, backward))
+    yield from _packed(setup)
+    yield from _decoding(setup)
+
+
+PACKED = {"4 of equal length": (1, 1, 1, 1), "8 of many lengths": (0.1, 1.9, 0.4, 0.05, 1.0, 0.3, 0.2, 0.05)}
+
+
+def _packed(setup: Setup) -> Iterator[Case]:
+    """As many tokens as four sequences of 4096, packed: to be held against the first shape, whose rows are as long."""
+    mean = 4096 if setup.device == "cuda" else 256
+    for what, parts in PACKED.items():
+        lengths = [int(part * mean) for part in parts]
+        ends = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device=setup.device)
+        longest, operations = max(lengths), sum(2 * 32 * length**2 * 128 for length in lengths)
+        tensors = tuple(setup.randn(sum(lengths), 32, 128, grad=True) for _ in range(3))
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, ends: Tensor = ends, longest: int = longest) -> object:
+            return op.attention(q, k, v, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
+
+        def adapt(varlen: Function, ends: Tensor = ends, longest: int = longest) -> Function:
+            causal: Any = {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen).parameters else {"is_causal": True}  # torch before 2.11
+            return lambda q, k, v: varlen(q, k, v, ends, ends, longest, longest, **causal)
+
+        torchs = library("torch's varlen_attn", "torch.nn.attention.varlen", "varlen_attn", adapt) if setup.device == "cuda" else {}
+        functions: Functions = {FLEXOPS: ours, **torchs}
+        name = f"attention bf16 packed, {what}, {sum(lengths)}x32/32x128 causal"
+        forward, backward = (f"{count / 1e12:.3g} T operations" for count in (operations, operations * 5 // 2))
+        yield from forward_and_backward(FAMILY, "attention", name, functions, tensors, (0, forward), (0, backward))
+
+
+def _decoding(setup: Setup) -> Iterator[Case]:
+    """One query of each sequence and a long cache, in torch's layout."""
+    for batch, length in ((32, 8192), (1, 32768)):
+        if setup.device != "cuda":
+            batch, length = 1, length // 8
+        q, k, v = setup.randn(batch, 32, 1, 128), setup.randn(batch, 8, length, 128), setup.randn(batch, 8, length, 128)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> object:
+            return op.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        functions: Functions = {FLEXOPS: ours, TORCH: torchs, **(_backends(torchs) if setup.device == "cuda" else {})}
+        size, name = q.nbytes * 2 + k.nbytes + v.nbytes, f"one query, bf16 {batch}x{length}x32/8x128"
+        yield from forward_and_backward(FAMILY, "scaled_dot_product_attention", name, functions, (q, k, v), (size, "q, k, v, output"), None)
 
 
 def _functions(setup: Setup, shape: Shape) -> Functions:
@@ -56,15 +103,19 @@ def _functions(setup: Setup, shape: Shape) -> Functions:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, **grouped).transpose(1, 2)
 
     functions: dict[str, Function] = {FLEXOPS: ours, TORCH: torchs}
-    if setup.device == "cuda":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    return {**functions, **_backends(torchs)} if setup.device == "cuda" else functions
 
-        def by(backend: SDPBackend) -> Function:
-            def call(*args: Tensor) -> Tensor:
-                with sdpa_kernel(backend):
-                    return torchs(*args)
 
-            return call
+def _backends(torchs: Function) -> Functions:
+    """By each of torch's backends alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        functions |= {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "torch's flash": by(SDPBackend.FLASH_ATTENTION)}
-    return functions
+    def by(backend: SDPBackend) -> Function:
+        def call(*args: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                result: Tensor = torchs(*args)
+            return result
+
+        return call
+
+    return {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "torch's flash": by(SDPBackend.FLASH_ATTENTION)}
