@@ -331,7 +331,7 @@ bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
 
 int64_t attention_workspace(const AttentionForward& call) {
   const Attention& a = call.problem;
-  if (is_empty(a)) return 0;
+  if (is_empty(a) || a.length_q == 0) return 0;
   if (!takes_decode(a)) return takes_hopper(a) ? 256 : 0;
   const int64_t splits = decode_splits(a, choose_decode(a));
   return splits > 1 ? splits * a.batch * a.heads_q * a.length_q * (a.head_dim_v + 1) * 4 : 0;
