@@ -213,8 +213,10 @@ hopper::TensorMap make_map(const AttentionTensor& t, const Attention& a, int64_t
   const bool wide = tile_columns % 64 == 0;
   const unsigned box[4] = {wide ? 64u : 32u, static_cast<unsigned>(tile_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle64 = 2, kSwizzle128 = 3, kPromote256 = 3;  // CU_TENSOR_MAP_...
-  detail::note(detail::Driver::get().cuTensorMapEncodeTiled(&map, a.type == AttentionType::bf16 ? kBfloat16 : kFloat16, 4, t.data, sizes,
-                                                            strides, box, steps, 0, wide ? kSwizzle128 : kSwizzle64, kPromote256, 0));
+  detail::note(detail::in_context([&] {
+    return detail::Driver::get().cuTensorMapEncodeTiled(&map, a.type == AttentionType::bf16 ? kBfloat16 : kFloat16, 4, t.data, sizes,
+                                                        strides, box, steps, 0, wide ? kSwizzle128 : kSwizzle64, kPromote256, 0);
+  }));
   return map;
 }
 
@@ -242,27 +244,30 @@ bool takes_decode(const Attention& a) { return splits_wanted != 0 && a.length_q 
 
 int64_t decode_tiles(const Attention& a, const Decoding& tiling) { return ceil_div(a.length_q * (a.heads_q / a.heads_k), tiling.rows); }
 
-/// In how many parts keys are cut: so many that blocks of threads come out even on the multiprocessors, and no more, since parts have to be
-/// put together again.
+/// In how many parts keys are cut: what takes the least time, counted in bytes that memory moves meanwhile. A block of threads alone gets a
+/// share of memory's bandwidth only, and parts have to be put together again.
 int decode_splits(const Attention& a, const Decoding& tiling) {
-  constexpr int64_t kLeastKeys = 256, kMost = 128;  // keys that are worth a block
-  if (splits_wanted > 0) return splits_wanted;
+  constexpr int64_t kLeastKeys = 256, kCombine = 12 << 20;
+  if (splits_wanted > 0) return static_cast<int>(least(splits_wanted, attention::kMostSplits));
   const Gpu& gpu = gpu_facts();
   const int64_t resident = gpu.processors * (gpu.shared_of_processor >= 2 * (tiling.bytes + 1024) ? 2 : 1);
-  const int64_t blocks_of_split = decode_tiles(a, tiling) * a.batch * a.heads_k;
+  const int64_t alone = gpu.processors * 9 / 16 * 128 / tiling.threads;  // measured on an H200: so many blocks have all of it
+  const int64_t each = decode_tiles(a, tiling) * a.batch * a.heads_k;
   int64_t seen = a.length_k;
   if (a.window_left >= 0 && a.window_right >= 0) seen = least(seen, a.window_left + a.window_right + a.length_q);
-  const int64_t most = least(kMost, seen / kLeastKeys);
-  const auto used = [&](int64_t splits) {  // of the multiprocessors' time, in thousandths
-    const int64_t all = splits * blocks_of_split;
-    return all * 1000 / (ceil_div(all, resident) * resident);
+  const int64_t bytes = seen * (a.head_dim + a.head_dim_v) * 2, part = a.batch * a.heads_q * a.length_q * a.head_dim_v * 8;
+  const auto cost = [&](int64_t splits) {
+    const int64_t all = splits * each, rest = all % resident;
+    const int64_t moved = all - rest + (rest == 0 ? 0 : rest > alone ? rest : alone);
+    return moved * bytes / splits + (splits > 1 ? kCombine + splits * part : 0);
   };
-  int64_t best = used(1);
-  for (int64_t splits = 2; splits <= most; ++splits) best = used(splits) > best ? used(splits) : best;
-  for (int64_t splits = 1; splits < most; ++splits) {
-    if (used(splits) * 10 >= best * 9) return static_cast<int>(splits);
+  const int64_t most = least(least(attention::kMostSplits, seen / kLeastKeys), 2 * resident / each + 1);
+  int64_t best = 1, least_cost = cost(1);
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    const int64_t found = cost(splits);
+    if (found < least_cost) best = splits, least_cost = found;
   }
-  return most > 1 ? static_cast<int>(most) : 1;
+  return static_cast<int>(best);
 }
 
 const char* launch_decode(const AttentionForward& c, void* workspace, void* stream) {
@@ -276,7 +281,7 @@ const char* launch_decode(const AttentionForward& c, void* workspace, void* stre
   p.parts = static_cast<float*>(workspace), p.parts_sums = p.parts + p.splits * rows * a.head_dim_v;
   if (!fits_grid(all, p.splits, 1)) return kTooMany;
   launch(tiling.variants.of(a, modifier_of(a)), {blocks(all * p.splits), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
-  if (p.splits > 1) launch(tiling.combine[a.type == AttentionType::bf16], {blocks(ceil_div(rows, 4)), {128}, stream}, p);
+  if (p.splits > 1) launch(tiling.combine[a.type == AttentionType::bf16], {blocks(rows), {128}, stream}, p);
   return last_error();
 }
 

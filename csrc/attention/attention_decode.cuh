@@ -212,34 +212,53 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   }
 }
 
-/// A warp for each query and head: its splits' rows, weighed by their sums. grid: ceil(batch * heads_q * length_q / 4) blocks of 128.
+constexpr int kMostSplits = 128;  // a lane of decode_combine's four warps for each
+
+/// A block of threads for each query and head: its splits' rows, weighed by their sums. Warp w has splits w, w + 4, ... Grid: batch *
+/// heads_q * length_q blocks of 128.
 template <class T>
 __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
+  constexpr int kWarps = 4, kColumns = 256;
+  __shared__ float maxima[kWarps], sums[kWarps], rows[kWarps][kColumns];
   const Problem& problem = p.call.problem;
-  const int number = static_cast<int>(blockIdx.x * 4 + threadIdx.x / 32), query = number % problem.length_q,
-            both = number / problem.length_q;
-  if (both >= problem.batch * problem.heads_q) return;
+  const int query = static_cast<int>(blockIdx.x) % problem.length_q, both = static_cast<int>(blockIdx.x) / problem.length_q;
+  const int warp = static_cast<int>(threadIdx.x) / 32, column = lane_id() * 8, mine = warp + kWarps * lane_id();
   const Sequence s(problem, both / problem.heads_q, both % problem.heads_q);
-  const int column = lane_id() * 8;
-  if (query >= s.length_q || column >= problem.head_dim_v) return;
-  float most = -infinity();
-  for (int split = 0; split < p.splits; ++split) most = fmaxf(most, p.parts_sums[part_row(p, split, s, query)]);
+  if (query >= s.length_q) return;
+  const i64 first = part_row(p, 0, s, query), step = part_row(p, 1, s, query) - first;
+
+  const float exponent = mine < p.splits ? p.parts_sums[first + mine * step] : -infinity();
+  float most = exponent;
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, shuffle_xor(most, lanes));
+  if (lane_id() == 0) maxima[warp] = most;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, maxima[w]);
   Total total(most, p.call.sinks ? p.call.sinks + s.head : nullptr);
-  float o[8] = {};
+
+  const float weight = exp2_approx(exponent - total.shift);
+  float o[8] = {}, sum = weight;
 #pragma unroll 4
-  for (int split = 0; split < p.splits; ++split) {
-    const i64 from = part_row(p, split, s, query);
-    const float weight = exp2_approx(p.parts_sums[from] - total.shift);
-    const float4* const vectors = reinterpret_cast<const float4*>(p.parts + from * problem.head_dim_v + column);
+  for (int split = warp; split < p.splits; split += kWarps) {
+    const float factor = shuffle(weight, split / kWarps);
+    if (column >= problem.head_dim_v) continue;
+    const float4* const vectors = reinterpret_cast<const float4*>(p.parts + (first + split * step) * problem.head_dim_v + column);
     const float4 low = vectors[0], high = vectors[1];
-    total.sum += weight;
-    o[0] = fmaf(weight, low.x, o[0]), o[1] = fmaf(weight, low.y, o[1]), o[2] = fmaf(weight, low.z, o[2]), o[3] = fmaf(weight, low.w, o[3]);
-    o[4] = fmaf(weight, high.x, o[4]), o[5] = fmaf(weight, high.y, o[5]), o[6] = fmaf(weight, high.z, o[6]),
-    o[7] = fmaf(weight, high.w, o[7]);
+    o[0] = fmaf(factor, low.x, o[0]), o[1] = fmaf(factor, low.y, o[1]), o[2] = fmaf(factor, low.z, o[2]), o[3] = fmaf(factor, low.w, o[3]);
+    o[4] = fmaf(factor, high.x, o[4]), o[5] = fmaf(factor, high.y, o[5]), o[6] = fmaf(factor, high.z, o[6]);
+    o[7] = fmaf(factor, high.w, o[7]);
   }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+  if (lane_id() == 0) sums[warp] = sum;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) rows[warp][column + j] = o[j];
+  __syncthreads();
+  if (warp != 0 || column >= problem.head_dim_v) return;
+  total.sum += sums[0] + sums[1] + sums[2] + sums[3];
   const float factor = total.factor();
 #pragma unroll
-  for (int j = 0; j < 8; ++j) o[j] *= factor;
+  for (int j = 0; j < 8; ++j) o[j] = factor * (rows[0][column + j] + rows[1][column + j] + rows[2][column + j] + rows[3][column + j]);
   store_columns<T>(p.call, s, query, column, o);
   if (column == 0) store_log_sum(p.call, s, query, total.log2_sum());
 }

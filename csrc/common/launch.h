@@ -260,6 +260,14 @@ inline Kernel* with_text(Kernel* kernel, uint64_t text) {
   return note(driver.cuDevicePrimaryCtxRetain(&context, current_gpu())) && note(driver.cuCtxSetCurrent(context));
 }
 
+/// What the driver answers to a call that needs a context, which is entered where there is none.
+template <class Call>
+int in_context(const Call& call) {
+  const int result = call();
+  const bool none = result == kInvalidContext || result == kNotInitialized;
+  return __builtin_expect(none, 0) && enter_context() ? call() : result;
+}
+
 /// A configuration as the driver takes it.
 struct DriverConfig {
   DriverLaunchAttribute cluster;
@@ -289,12 +297,10 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
   if (!handle) return;
   const Driver& driver = Driver::get();
   const DriverConfig config(c);
-  const auto queue = [&] {
+  const int result = in_context([&] {
     const int refused = allow_shared(handle, c.shared_bytes);
     return refused ? refused : driver.cuLaunchKernelEx(&config.launch, handle, arguments, nullptr);
-  };
-  int result = queue();
-  if (__builtin_expect(result == kInvalidContext || result == kNotInitialized, 0) && enter_context()) result = queue();
+  });
   if (__builtin_expect(result != 0, 0)) note(result);
 }
 
@@ -347,7 +353,8 @@ inline void set_zero(uint32_t* words, int64_t count, void* stream) {
 #if FLEXOPS_HIP
   detail::note(hipMemsetAsync(words, 0, static_cast<size_t>(count) * 4, static_cast<hipStream_t>(stream)));
 #else
-  detail::note(detail::Driver::get().cuMemsetD32Async(reinterpret_cast<uint64_t>(words), 0, static_cast<size_t>(count), stream));
+  detail::note(detail::in_context(
+      [&] { return detail::Driver::get().cuMemsetD32Async(reinterpret_cast<uint64_t>(words), 0, static_cast<size_t>(count), stream); }));
 #endif
 }
 

@@ -404,6 +404,25 @@ assert {one.device: one.backend for one in flexops.status() if one.op == "attent
 """
 
 
+BACKWARD_FIRST = """
+import torch, flexops
+q, k, v, grad = (torch.randn(2, 300, 4, 128, device="cuda").bfloat16() for _ in range(4))
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+out = flexops.attention(q, k, v, causal=True)
+memory = torch.empty(2**28, device="cuda", dtype=torch.uint8)
+del memory  # what backward allocates is there: nothing of CUDA's runtime runs on autograd's thread before our kernels
+gradients = torch.autograd.grad(out, (q, k, v), grad)
+torch.cuda.synchronize()
+assert all(x.isfinite().all() and x.any() for x in gradients)
+"""
+
+
+def test_backward_is_the_first_thing_on_autograds_thread() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", BACKWARD_FIRST], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_first_launch_in_graph_capture() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-c", FIRST_LAUNCH], env=environment, capture_output=True, text=True, timeout=300, check=False)
