@@ -14,8 +14,9 @@
 
 #define FLEXOPS_DEVICE __device__ __forceinline__
 
-/// Marks a kernel's only parameter, a struct passed by value: read in place from constant memory, never copied to local memory.
-#if !FLEXOPS_HIP && defined(__CUDACC__)
+/// Marks a kernel's only parameter, a struct passed by value: read in place from constant memory, never copied to local memory. GPUs
+/// before 7.0 have no such marker: there what is indexed or has its address taken may be copied.
+#if !FLEXOPS_HIP && defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700)
 #define FLEXOPS_GRID_CONSTANT __grid_constant__
 #else
 #define FLEXOPS_GRID_CONSTANT

@@ -14,6 +14,8 @@ template <typename V>
 FLEXOPS_DEVICE V load_once(const V* pointer) {
 #if FLEXOPS_HIP
   return *pointer;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700  // which have no such load
+  return load<Cache::constant>(pointer);
 #else
   if constexpr (sizeof(V) == 4) {
     u32 w;

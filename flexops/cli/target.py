@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from .. import settings, targets
-from ..inspection import baseline, proving
+from .. import settings, targets, toolchain
+from ..errors import TargetError
+from ..inspection import baseline, proving, torch_proof
 from ..op_builder import progress
-from ..targets import locks, text
+from ..targets import locks, proven, text
 from ..targets import render as rendering
 
 app = typer.Typer(no_args_is_help=True, help="What flexops is built for: the matrix of targets.")
@@ -64,32 +65,57 @@ def prove(
     op: Annotated[list[str] | None, typer.Option("--op", help="A family or operator (repeatable); all if none is named.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One architecture for each NVRTC here.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Write what was measured into the baseline.")] = False,
+    of_torch: Annotated[bool, typer.Option("--torch", help="Prove instead what holds with the torch of this environment.")] = False,
+    tests: Annotated[str, typer.Option("--tests", help="With --torch: also what pytest gets, such as 'tests/ops -k parity'; on the CPU.")] = "",
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a report in Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compile the kernels as rows of the matrix do, and hold registers, spills and shared memory against the baseline; exit 1 if any is worse.
 
-    Needs no GPU.
+    With --torch, in an environment that has a row's torch: compile and link every library against it, open each, and hold every operator's native results
+    on the CPU against its reference. --update writes what was proven into docs/proven.json, from which the tables of targets follow. Needs no GPU.
     """
-    path = rendering.checkout() / "docs" / "kernel-resources.json"
+    if of_torch:
+        _prove_torch(ids or [], tests, update, as_json)
+        return
+    root = rendering.checkout()
+    path = root / "docs" / "kernel-resources.json"
     known = baseline.read(path) if path.exists() or not update else {}
     chosen = settings.current()
     with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
         measured, changes = proving.prove(ids or (), op or (), known, chosen, quick=quick, progress=report)
     if update:
         baseline.write(path, known, measured)
+        proving.record(root / proven.FACTS, baseline.read(path), {baseline.where(one) for one in measured}, torch_proof.today(), whole=not op)
     if as_json:
         kernels, differences = [one.as_dict() for one in measured], [{**change._asdict(), "worse": change.worse} for change in changes]
         typer.echo(json.dumps({"kernels": kernels, "changes": differences}, indent=1))
     elif as_markdown:
         typer.echo(proving.report(measured), nl=False)
     else:
-        new = sum(not change.was for change in changes)
+        new = sum(not change.was and not change.worse for change in changes)
         for change in changes:
-            if change.was:
+            if change.was or change.worse:
                 typer.echo(str(change))
         worse = sum(change.worse for change in changes)
         typer.echo(f"{len(measured)} kernels: {worse} worse than the baseline, {new} that it does not know, {len(changes) - worse - new} others changed")
     if any(change.worse for change in changes) and not update:
         typer.echo("fix: mend the kernels; or, if it is meant: flexops target prove --update", err=True)
         raise typer.Exit(1)
+
+
+def _prove_torch(ids: list[str], tests: str, update: bool, as_json: bool) -> None:
+    torch, root = toolchain.torch_build(), rendering.checkout()
+    for row in map(targets.load().find, ids):
+        if torch is None or torch.version != proven.build_of(row):
+            found = f"torch {torch.version}" if torch else "no torch"
+            raise TargetError(f"this environment is not {row.id}'s", found=found, required=row.torch_requirement, fix=f"pip install {row.torch_requirement}")
+    facts, wrong = torch_proof.prove(settings.current(), root, tests=tests, say=lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
+    for problem in wrong:
+        typer.echo(problem, err=True)
+    if wrong:
+        typer.echo("nothing was written: what is wrong comes first", err=True)
+        raise typer.Exit(1)
+    if update and torch:
+        proven.write(root / proven.FACTS, "torch", proven.name_of(torch.version, facts["machine"]), facts)

@@ -29,14 +29,16 @@ class Change(NamedTuple):
 
     @property
     def worse(self) -> bool:
-        """Spills or stack where there were fewer, eight registers more, or more shared memory."""
-        if not self.was or not self.now:
+        """Spills or stack where there were fewer, eight registers more, or more shared memory; any spills of a new kernel, which is held against nothing."""
+        if not self.now:
             return False
+        if not self.was:
+            return any(self.now[2:4])
         return self.now[0] >= self.was[0] + _WITHIN_REGISTERS or any(now > was for was, now in zip(self.was[1:], self.now[1:], strict=True))
 
     def __str__(self) -> str:
         if not self.was:
-            return f"{self.where}  {self.kernel}: new"
+            return f"{self.where}  {self.kernel}: new" + (f", spills {self.now[2]}/{self.now[3]} bytes  WORSE" if self.worse else "")
         if not self.now:
             return f"{self.where}  {self.kernel}: gone"
         parts = [f"{name} {was} -> {now}" for name, was, now in zip(NAMES, self.was, self.now, strict=True) if was != now]

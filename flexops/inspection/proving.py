@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from .. import targets
 from ..compute_capability import parse_arch_list
 from ..errors import TargetError
 from ..op_builder import catalog
 from ..settings import Settings
+from ..targets import proven
 from ..toolchain import discovery, nvrtc
 from ..toolchain.nvrtc import DeviceCompiler
 from .baseline import Baseline, Change, compare
@@ -54,6 +56,15 @@ def prove(
     for compiler, architectures in places(ids, chosen, quick=quick):
         measured += measure(specs, parse_arch_list(";".join(architectures)), compiler, chosen, progress=progress)
     return measured, compare(known, measured)
+
+
+def record(path: Path, known: Baseline, places: Iterable[str], date: str, *, whole: bool) -> None:
+    """Keep in ``docs/proven.json`` how much of the baseline's places compiled, and when; not ``whole``: some families were measured, others earlier."""
+    before = proven.read(path).get("kernels", {})
+    for place in sorted(places):
+        kernels = known[place]
+        since = date if whole or place not in before else min(date, before[place]["date"])
+        proven.write(path, "kernels", place, {"date": since, "families": len({name.partition(" ")[0] for name in kernels}), "kernels": len(kernels)})
 
 
 def report(measured: Sequence[Measured]) -> str:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from ..errors import FlexopsError
 from .spec import FLEXOPS, OpSpec, Project
 
+_LISTS = (7, 0)
+"""Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older GPUs have 4."""
+
 CATALOG: tuple[OpSpec, ...] = (
     OpSpec(
         "activation",
@@ -17,13 +20,13 @@ CATALOG: tuple[OpSpec, ...] = (
             *("swiglu", "swiglu_backward", "geglu", "geglu_backward", "gated_backward_"),
         ),
     ),
-    OpSpec("adagrad", ("adagrad_",)),
-    OpSpec("adam", ("adam_", "adam_copy_")),
-    OpSpec("adam8bit", ("adam8bit_",)),
+    OpSpec("adagrad", ("adagrad_",), least_capability=_LISTS),
+    OpSpec("adam", ("adam_", "adam_copy_"), least_capability=_LISTS),
+    OpSpec("adam8bit", ("adam8bit_",), least_capability=_LISTS),
     OpSpec("fp8", ("quantize_fp8", "quantize_fp8_scaled", "dequantize_fp8", "quantize_int8", "dequantize_int8")),
-    OpSpec("grad_norm", ("grad_norm", "clip_grads_")),
-    OpSpec("lamb", ("lamb_", "lamb_moments_", "lamb_apply_")),
-    OpSpec("lion", ("lion_",)),
+    OpSpec("grad_norm", ("grad_norm", "clip_grads_"), least_capability=_LISTS),
+    OpSpec("lamb", ("lamb_", "lamb_moments_", "lamb_apply_"), least_capability=_LISTS),
+    OpSpec("lion", ("lion_",), least_capability=_LISTS),
     OpSpec("attention", ("attention", "attention_backward"), hip=False, least_capability=(8, 0)),
     OpSpec("quant", ("quantize", "dequantize")),
     OpSpec("rope", ("rotary_embedding", "rotary_embedding_")),

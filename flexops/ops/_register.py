@@ -298,7 +298,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
-    return hasattr(tensor, "to_local")
+    return hasattr(type(tensor), "to_local")  # of the type: torch.compile of torch 2.4 cannot ask a tensor
 
 
 def check_places(function: str, arguments: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from ..errors import TargetError
-from . import conda, container_files, image_files, locks
+from . import conda, container_files, image_files, locks, proven
 from .model import Matrix, Target
 from .validate import LEAST_PYTHON
 
@@ -17,6 +17,10 @@ HEADER = "generated from flexops/targets/matrix.toml by `flexops target render`"
 TABLE = "docs/targets.md"
 """The page with the table of all targets."""
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
+PROVEN_BEGIN, PROVEN_END = "<!-- proven:begin -->", "<!-- proven:end -->"
+_PROVEN = {TABLE: proven.table, "README.md": proven.short_table}
+"""The pages that say what was proven, between the markers."""
+_PROVEN_HEADER = f"generated from {proven.FACTS} by `flexops target render`"
 _OWNED = "envs"
 _SEARCHED = (_OWNED, "recipe", ".devcontainer")
 """The folders whose stray generated files are removed."""
@@ -131,7 +135,15 @@ def write(matrix: Matrix, root: Path) -> Differences:
 
 
 def _wanted(matrix: Matrix, root: Path) -> Mapping[str, str]:
-    return {**files(matrix), TABLE: page(matrix, _read(root / TABLE))}
+    wanted = {**files(matrix), TABLE: page(matrix, _read(root / TABLE))}
+    facts = proven.read(root / proven.FACTS)
+    for path, lines in _PROVEN.items():
+        text = wanted.get(path) or _read(root / path)
+        if text and PROVEN_BEGIN in text:
+            before, _, rest = text.partition(PROVEN_BEGIN)
+            body = "\n".join([PROVEN_BEGIN, f"<!-- {_PROVEN_HEADER} -->", *lines(matrix, facts), PROVEN_END])
+            wanted[path] = before + body + rest.partition(PROVEN_END)[2]
+    return wanted
 
 
 def _generated(root: Path) -> set[str]:

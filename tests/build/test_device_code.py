@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flexops import settings, toolchain
-from flexops.compute_capability import ComputeCapability, parse_arch_list
+from flexops.compute_capability import Architecture, ComputeCapability, parse_arch_list
 from flexops.errors import CompileError, ToolchainError
 from flexops.op_builder import catalog, device_code, layout, loader, provider
 from flexops.op_builder.cache import BuildCache
@@ -81,7 +81,11 @@ def test_every_kernel_that_a_library_names_compiles(
     wanted = parse_arch_list(architecture)[0]
     if not SPECS[family].runs_on(wanted.capability):  # attention needs mma.sync of 8.0: the oldest that it runs on, then
         wanted = wanted._replace(capability=ComputeCapability(*SPECS[family].least_capability))
-    plans = [plan(name, compilers[version], str(wanted), family) for name in names if device_code.fitted(name, wanted)]
+    compile_all(family, names, wanted, compilers[version])
+
+
+def compile_all(family: str, names: list[str], wanted: Architecture, compiler: DeviceCompiler) -> None:
+    plans = [plan(name, compiler, str(wanted), family) for name in names if device_code.fitted(name, wanted)]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, loader.open_cache(settings.current()), jobs=jobs, time_limit=120):
         entry = result.require()
@@ -89,7 +93,27 @@ def test_every_kernel_that_a_library_names_compiles(
         assert code[:4] == b"\x7fELF"
         assert f".text.{entry.manifest.symbol}\0".encode() in code
         assert entry.manifest.kernel == result.plan.expression
-        assert entry.manifest.compiler == f"NVRTC {version[0]}.{version[1]}"
+        assert entry.manifest.compiler == str(compiler)
+
+
+QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GPUs lack
+
+
+@pytest.mark.parametrize("family", [family if family == QUICK_FAMILY else pytest.param(family, marks=pytest.mark.slow) for family in SPECS])
+def test_gpus_that_newer_toolkits_have_forgotten(
+    family: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
+) -> None:
+    """Pascal and Volta, where the NVRTC still knows them; optimizers' parameters are too large for Pascal, and attention needs Ampere."""
+    require(OLDEST in compilers, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
+    for wanted in parse_arch_list("6.0;6.1;7.0"):
+        if SPECS[family].runs_on(wanted.capability):
+            compile_all(family, device_code.names_in(libraries[family]), wanted, compilers[OLDEST])
+
+
+def test_which_families_older_gpus_run() -> None:
+    """Of the others plain PyTorch runs, and the loader says why."""
+    refused = {str(one): {name for name, spec in SPECS.items() if not spec.runs_on(one)} for one in (ComputeCapability(6, 1), ComputeCapability(7, 0))}
+    assert refused == {"6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"}, "7.0": {"attention"}}
 
 
 def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:

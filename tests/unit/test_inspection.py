@@ -96,6 +96,7 @@ def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_pat
     now = [measured(tmp_path, "mine::fresh", registers=250)]
     changes = baseline.compare(known, now)
     assert [(str(change).rpartition(": ")[2], change.worse) for change in changes] == [("new", False), ("gone", False)]
+    assert baseline.compare(known, [measured(tmp_path, "mine::fresh", spill_loads=4)])[0].worse  # there is nothing to hold it against: none may
     baseline.write(file, known, now)
     assert baseline.read(file) == {"NVRTC 13.0 sm_90": {"mine mine::fresh": [250, 0, 0, 0, 0], "other other::kept": [32, 0, 0, 0, 0]}}
     with pytest.raises(FlexopsError, match="flexops target prove --update"):

@@ -1,0 +1,163 @@
+"""What holds with the torch that is here: libraries compiled and linked against it, opened in it, native results on the CPU, and the operators' tests.
+
+Needs no GPU, and a build of torch for CUDA runs without one; where there is one, the kernels run on it, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from .. import __version__, toolchain
+from ..compute_capability import ComputeCapability
+from ..doctor import children, trial
+from ..doctor.checks.build import TOLERANCE
+from ..doctor.facts import OpTrial
+from ..errors import ToolchainError
+from ..op_builder import aot, catalog
+from ..op_builder.builder import Result
+from ..op_builder.spec import DeviceType
+from ..settings import Settings
+
+_LOAD_SECONDS = 300.0
+Say = Callable[[str], None]
+Facts = dict[str, Any]
+"""As ``targets/proven.py`` describes them."""
+
+
+def prove(chosen: Settings, root: Path, *, tests: str = "", say: Say = lambda _: None) -> tuple[Facts, list[str]]:
+    """Prove what can be of this environment's torch.
+
+    Args:
+        root: of the checkout.
+        tests: what pytest gets (``"tests/ops -k parity"``), run on the CPU only; empty: no tests.
+
+    Returns:
+        What is proven, as ``docs/proven.json`` keeps it, and what is wrong.
+
+    Raises:
+        ToolchainError: there is no torch here, or no compiler.
+    """
+    torch = toolchain.torch_build()
+    if torch is None:
+        raise ToolchainError("there is no torch to prove anything of", required="an environment with a row's torch", fix="flexops target show ID")
+    say(f"torch {torch.version}: compiling and linking")
+    specs = [spec for spec in catalog.select(()) if spec.project.own]
+    devices: tuple[DeviceType, ...] = ("cpu", "cuda") if torch.cuda else ("cpu",)
+    results = aot.build_specs(specs, devices, chosen, kernels=False)
+    wrong = [f"{result.plan.name} does not compile: {result.error}" for result in results if result.entry is None]
+    say("opening")
+    unopened = load(results)
+    say("the operators' results")
+    trials = trial.ops()
+    wrong += [*unopened, *(problem for one in trials if (problem := _problem(one)))]
+    here = [result.plan.device for result in results if result.entry is not None]
+    facts: Facts = {
+        "date": today(), "flexops": f"{__version__} {_commit(root)}".strip(), "abi": torch.abi_id,
+        "python": platform.python_version(), "machine": platform.machine(), "compiler": _compiler(chosen),
+        "compiled": {device: here.count(device) for device in dict.fromkeys(here)},
+        "opened": len(here) - len(unopened), "libraries": digest(results),
+        "right on the CPU": sum(one.device == "cpu" and not _problem(one) for one in trials),
+    }  # fmt: skip
+    if gpus := [one for one in trials if one.device != "cpu"]:
+        facts["gpu"] = _gpu(torch.cuda or "") | {"right": sum(not _problem(one) for one in gpus)}
+    if tests:
+        say(f"pytest {tests}")
+        counts, failed = run_tests(tests, root)
+        facts["tests"] = {"what": tests, **counts}
+        wrong += failed
+    return facts, wrong
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def load(results: Sequence[Result]) -> list[str]:
+    """Open each library in a process that has this torch and our operators' schemas; what is wrong with those that do not open."""
+    libraries = {str(result.entry.library): result.plan.name for result in results if result.entry}
+    child = children.run(["-m", __name__, *libraries], timeout=_LOAD_SECONDS, environment={"FLEXOPS_JIT": "0", "FLEXOPS_LOG": "quiet"})
+    told = {message["library"]: message["error"] for message in child.messages}
+    failure = f"its process {child.failure}" if child.failure else "its process said nothing"
+    return [f"{name} cannot be opened: {error}" for library, name in libraries.items() if (error := told.get(library, failure))]
+
+
+def digest(results: Sequence[Result]) -> str:
+    """Of all libraries' contents: the same for two torches that were given the same files."""
+    whole = hashlib.sha256()
+    for result in sorted(results, key=lambda one: one.plan.name):
+        if result.entry and result.plan.device == "cpu":  # which every torch opens, those without CUDA too
+            whole.update(result.entry.library.read_bytes())
+    return f"sha256:{whole.hexdigest()[:16]}"
+
+
+def run_tests(arguments: str, root: Path) -> tuple[dict[str, int], list[str]]:
+    """pytest's counts, and the names of the tests that failed."""
+    with tempfile.TemporaryDirectory(prefix="flexops-prove-") as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow and not image", f"--junitxml={report}", *shlex.split(arguments)]
+        done = subprocess.run(command, cwd=root, check=False, stdout=sys.stderr)
+        try:
+            cases = list(ElementTree.parse(report).iter("testcase"))
+        except (OSError, ElementTree.ParseError):
+            return {"passed": 0, "failed": 0, "skipped": 0}, [f"pytest {arguments}: status {done.returncode}, and no report"]
+    failed = [f"{case.get('classname')}::{case.get('name')} fails" for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    if done.returncode and not failed:
+        failed = [f"pytest {arguments}: status {done.returncode}"]
+    return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}, failed
+
+
+def _problem(one: OpTrial) -> str:
+    """What is wrong with an operator's run; empty if its native kernels gave the reference's result."""
+    name = f"{one.name} on {one.device}"
+    if one.error:
+        return f"{name}: {one.error}"
+    if one.backend == "reference":
+        return f"{name} is not native: {one.reason}"
+    return "" if one.max_error is not None and one.max_error <= TOLERANCE else f"{name} is off by {one.max_error}"
+
+
+def _commit(root: Path) -> str:
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _compiler(chosen: Settings) -> str:
+    host = toolchain.discover(chosen, device="cpu").host
+    return f"{host.kind} {host.version}" if host else ""
+
+
+def _gpu(cuda: str) -> dict[str, Any]:
+    import torch
+
+    capability = ComputeCapability(*torch.cuda.get_device_capability())
+    return {"name": torch.cuda.get_device_name(), "capability": str(capability), "cuda": cuda}
+
+
+def _load_in_child(libraries: Sequence[str]) -> None:
+    from .. import ops
+    from ..op_builder import loader
+
+    assert ops  # their schemas are what the libraries' kernels are for
+
+    for library in libraries:
+        error = ""
+        try:
+            loader.open_library(Path(library), None)
+        except (OSError, RuntimeError) as problem:
+            error = " ".join(str(problem).split())[:400]
+        children.say({"library": library, "error": error})
+
+
+if __name__ == "__main__":
+    _load_in_child(sys.argv[1:])

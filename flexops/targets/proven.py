@@ -1,0 +1,130 @@
+"""What was proven of each row, and when, as tables. They follow from what ``flexops target prove --update`` wrote, and say nothing else.
+
+``docs/proven.json`` has the facts, by what they are of:
+
+    kernels   <NVRTC and architecture> -> how many compiled, for how many families, when
+    torch     <version with its build, and the processor if it is not x86_64> -> libraries compiled, linked and opened, operators right on the CPU, tests
+    gpu       <name> -> its capability, the CUDA that made the kernels, the torch that ran them, tests
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import _json
+from ..errors import TargetError
+from .model import Matrix, Target
+
+FACTS = "docs/proven.json"
+Facts = Mapping[str, Mapping[str, Mapping[str, Any]]]
+_NOTHING = "-"
+
+
+def table(matrix: Matrix, facts: Facts) -> list[str]:
+    """Of every row."""
+    head = ("target", "kernels compiled", "host code compiled, linked and opened", "operators right on the CPU", "kernels run on a GPU")
+    return _lines(head, [(f"`{row.id}`", compiled(row, facts), opened(row, facts), right(row, facts), ran(row, facts)) for row in matrix.targets])
+
+
+def short_table(matrix: Matrix, facts: Facts) -> list[str]:
+    """A line for each toolkit."""
+    toolkits: dict[str, list[Target]] = {}
+    for row in matrix.targets:
+        toolkits.setdefault(row.toolkit_name, []).append(row)
+    head = ("toolkit", "torch", "kernels compiled for", "host code linked and opened", "operators right on the CPU", "kernels run on")
+    return _lines(head, [_short(rows, facts) for rows in toolkits.values()])
+
+
+def compiled(row: Target, facts: Facts) -> str:
+    known = facts.get("kernels", {})
+    cells = [f"{one['kernels']} of {one['families']} families, {one['date']}" for place in _places(row) if (one := known.get(place))]
+    return _joined(cells)
+
+
+def opened(row: Target, facts: Facts) -> str:
+    return _joined([f"{one['opened']} libraries{where}, {one['date']}" for where, one in _of_torch(row, facts)])
+
+
+def right(row: Target, facts: Facts) -> str:
+    return _joined([f"{one['right on the CPU']} families{_tests(one)}{where}, {one['date']}" for where, one in _of_torch(row, facts)])
+
+
+def ran(row: Target, facts: Facts) -> str:
+    return _joined([f"{name}, from torch {one['torch']}{_tests(one)}, {one['date']}" for name, one in _of_gpu(row, facts)])
+
+
+def name_of(version: str, machine: str) -> str:
+    """What a torch is called in the facts."""
+    return version if machine == "x86_64" else f"{version} {machine}"
+
+
+def build_of(row: Target) -> str:
+    """The torch of a row, as it calls itself: ``2.14.1+cu130``."""
+    return row.torch + {"cuda": f"+cu{row.toolkit_minor.replace('.', '')}", "rocm": f"+rocm{row.toolkit_minor}", "cpu": "+cpu"}[row.accelerator]
+
+
+def _short(rows: Sequence[Target], facts: Facts) -> tuple[str, ...]:
+    first = rows[0]
+    toolkit = {"cpu": "none", "cuda": f"CUDA {first.toolkit_minor}", "rocm": f"ROCm {first.toolkit_minor}"}[first.accelerator]
+    known = facts.get("kernels", {})
+    capabilities = [capability for row in rows for capability in row.capabilities if any(known.get(place) for place in _places(row))]
+    gpus = [f"{name} (by torch {one['torch'].partition('+')[0]})" for row in rows for name, one in _of_gpu(row, facts)]
+    torchs = _of_torch(first, facts)
+    return (
+        toolkit, first.torch, _joined(capabilities), _joined(["yes" + where for where, _ in torchs]),
+        _joined([f"{one['right on the CPU']} families{_tests(one)}{where}" for where, one in torchs]), _joined(gpus),
+    )  # fmt: skip
+
+
+def _places(row: Target) -> list[str]:
+    """As the facts call a compiler and an architecture."""
+    compiler = {"cuda": f"NVRTC {row.toolkit_minor}", "rocm": "hipcc", "cpu": ""}[row.accelerator]
+    return [f"{compiler} sm_{one.replace('.', '')}" if row.accelerator == "cuda" else f"{compiler} {one}" for one in row.capabilities]
+
+
+def _of_torch(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
+    found = [(machine, facts.get("torch", {}).get(name_of(build_of(row), machine))) for machine in row.machines]
+    return [("" if machine == "x86_64" else f" ({machine}{', emulated' if one.get('emulated') else ''})", one) for machine, one in found if one]
+
+
+def _of_gpu(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
+    """GPUs that ran kernels which this row's compiler made for this row's architecture."""
+    return [(name, one) for name, one in facts.get("gpu", {}).items() if one["cuda"] == row.toolkit_minor and one["capability"] in row.capabilities]
+
+
+def _tests(one: Mapping[str, Any]) -> str:
+    return f", {one['tests']['passed']} tests" if one.get("tests") else ""
+
+
+def _joined(cells: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(cells)) if cells else _NOTHING
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The facts; none where there is no such file.
+
+    Raises:
+        TargetError: it cannot be read.
+    """
+    try:
+        found: dict[str, dict[str, dict[str, Any]]] = _json.load(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TargetError("what was proven cannot be read", found=f"{path}: {error}", fix=f"git checkout {FACTS}") from error
+    return found
+
+
+def write(path: Path, section: str, name: str, fact: Mapping[str, Any]) -> None:
+    """Put a fact into its place: a section, and in it what it is of."""
+    known = read(path)
+    known.setdefault(section, {})[name] = dict(fact)
+    ordered = {title: dict(sorted(entries.items())) for title, entries in sorted(known.items())}
+    path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,103 @@
+"""The tables of what was proven: exactly what docs/proven.json says, for the rows that it is true of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexops import targets
+from flexops.errors import TargetError
+from flexops.inspection import baseline, proving
+from flexops.targets import proven, render
+
+ROOT = Path(__file__).parents[2]
+MATRIX = targets.load()
+HOST = {"date": "2026-11-20", "opened": 30, "right on the CPU": 15, "tests": {"passed": 7, "failed": 0, "skipped": 1}}
+GPU = {"date": "2026-11-21", "capability": "9.0", "cuda": "13.0", "torch": "2.11.0+cu130"}
+
+
+def row(name: str, facts: proven.Facts) -> list[str]:
+    (line,) = (line for line in proven.table(MATRIX, facts) if line.startswith(f"| `{name}` "))
+    return line.strip("| ").split(" | ")[1:]
+
+
+def test_without_facts_nothing_is_claimed() -> None:
+    for line in proven.table(MATRIX, {})[2:]:
+        assert set(line.strip("| ").split(" | ")[1:]) == {"-"}
+
+
+def test_facts_of_a_compiler_and_an_architecture_are_of_that_row_alone() -> None:
+    facts = {"kernels": {"NVRTC 12.1 sm_89": {"date": "2026-11-20", "kernels": 145, "families": 14}}}
+    assert row("cu121-sm89", facts)[0] == "145 of 14 families, 2026-11-20"
+    assert {row(name, facts)[0] for name in MATRIX.ids if name != "cu121-sm89"} == {"-"}
+
+
+def test_a_torch_counts_only_for_the_rows_that_have_it() -> None:
+    facts = {"torch": {"2.14.1+cu130": HOST, "2.13.0+cpu": HOST}}
+    assert row("cu130-sm75", facts)[1:3] == ["30 libraries, 2026-11-20", "15 families, 7 tests, 2026-11-20"]
+    assert row("cpu", facts)[1] == "30 libraries, 2026-11-20"
+    assert row("cu132-sm80", facts)[1] == row("rocm72-gfx90a", facts)[1] == "-"
+
+
+def test_another_processor_is_said() -> None:
+    facts = {"torch": {"2.13.0+cpu aarch64": {**HOST, "emulated": "qemu"}}}
+    assert row("cpu", facts)[2] == "15 families, 7 tests (aarch64, emulated), 2026-11-20"
+    assert row("cu130-sm90", facts)[2] == "-"
+
+
+@pytest.mark.parametrize("name", [name for name in MATRIX.ids if name != "cu130-sm90"])
+def test_a_gpu_that_ran_kernels_proves_the_row_of_their_compiler_and_its_architecture_only(name: str) -> None:
+    facts = {"gpu": {"NVIDIA H200": GPU}}
+    assert row("cu130-sm90", facts)[3] == "NVIDIA H200, from torch 2.11.0+cu130, 2026-11-21"  # which is not the row's torch: said
+    assert row(name, facts)[3] == "-"
+
+
+def test_the_short_table_has_a_line_for_each_toolkit() -> None:
+    lines = proven.short_table(MATRIX, {"gpu": {"NVIDIA H200": GPU}, "torch": {"2.4.1+cu121": HOST}})
+    assert len(lines) - 2 == len({one.toolkit_name for one in MATRIX.targets})
+    assert "| CUDA 12.1 | 2.4.1 | - | yes | 15 families, 7 tests | - |" in lines
+    assert "| CUDA 13.0 | 2.14.1 | - | - | - | NVIDIA H200 (by torch 2.11.0) |" in lines
+
+
+@pytest.mark.parametrize("page", ["README.md", render.TABLE])
+def test_both_pages_have_a_place_for_it(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert text.count(render.PROVEN_BEGIN) == text.count(render.PROVEN_END) == 1
+
+
+def test_rendering_fills_the_place_and_again_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"before\n{render.PROVEN_BEGIN}\nold\n{render.PROVEN_END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    proven.write(tmp_path / proven.FACTS, "torch", "2.4.1+cu121", HOST)
+    render.write(MATRIX, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{render.PROVEN_END}\nafter\n")
+    assert "15 families, 7 tests" in text
+    assert "old" not in text
+    assert not render.write(MATRIX, tmp_path)
+
+
+def test_facts_are_written_where_they_belong_and_a_broken_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "proven.json"
+    proven.write(path, "torch", "2", {"date": "b"})
+    proven.write(path, "torch", "1", {"date": "a"})
+    assert list(proven.read(path)["torch"]) == ["1", "2"]
+    path.write_text("{")
+    with pytest.raises(TargetError, match="cannot be read"):
+        proven.read(path)
+
+
+def test_the_committed_facts_are_the_baselines() -> None:
+    known, facts = baseline.read(ROOT / "docs/kernel-resources.json"), proven.read(ROOT / proven.FACTS)
+    assert {place: one["kernels"] for place, one in facts["kernels"].items()} == {place: len(kernels) for place, kernels in known.items()}
+
+
+def test_what_was_measured_of_some_families_does_not_make_the_others_newer(tmp_path: Path) -> None:
+    known: Any = {"NVRTC 12.1 sm_80": {"lion a": [1], "rope b": [1], "rope c": [1]}}
+    for date, whole, expected in (("2026-01-02", True, "2026-01-02"), ("2026-02-02", False, "2026-01-02"), ("2026-03-03", True, "2026-03-03")):
+        proving.record(tmp_path / "p.json", known, known, date, whole=whole)
+        assert json.loads((tmp_path / "p.json").read_text())["kernels"]["NVRTC 12.1 sm_80"] == {"date": expected, "families": 2, "kernels": 3}
