@@ -2,9 +2,10 @@
 
 import pytest
 
-pytest.register_assert_rewrite("flexops.testing.contract")
+for _module in ("comparing", "contract", "cuda", "gradients", "isa", "machinery", "refusals", "results"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
-from .contract import Case as Case  # noqa: E402
+from .case import Case as Case  # noqa: E402
+from .case import Make as Make  # noqa: E402
+from .case import Refusal as Refusal  # noqa: E402
 from .contract import Contract as Contract  # noqa: E402
-from .contract import Make as Make  # noqa: E402
-from .contract import Refusal as Refusal  # noqa: E402

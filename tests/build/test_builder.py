@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -237,6 +239,20 @@ def test_the_examples_own_tests_pass(package: Path) -> None:
     done = contract(package, FLEXOPS_FALLBACK="forbid")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+
+
+def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path) -> None:
+    """Which most machines would not choose by themselves: every test of numbers says so, by the level's name."""
+    level, macro = ("avx2", "defined(__AVX2__) && !defined(__AVX512F__)") if platform.machine() == "x86_64" else ("baseline", "1")
+    source = package / "mylib" / "csrc" / "scale" / "scale_cpu.cpp"
+    edit(source, "static_cast<float>(factor)", "static_cast<float>(factor) * kWrong")
+    edit(source, "void scale_cpu", f"#if {macro}\nconstexpr float kWrong = 1.25f;\n#else\nconstexpr float kWrong = 1.0f;\n#endif\n\nvoid scale_cpu")
+    numbers = "native_is or are_float64s or accuracy or test_strides or autocast"
+    done = contract(package, "-k", f"cpu and ({numbers}) and not bfloat16 and not float16", "--tb=line")
+    assert "5 failed" in done.stdout, done.stdout
+    assert "passed" not in done.stdout, done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("E   AssertionError: ")]
+    assert all(re.search(rf"with kernels of level {level}: |result {level}: ", line) for line in told), done.stdout
 
 
 # ---- wheels --------------------------------------------------------------------------------------------------------------------------------

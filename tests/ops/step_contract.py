@@ -671,7 +671,9 @@ class StepContract:
         with isa_limit(isa):
             for param_dtype, grad_dtype in zip(DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True):
                 self.test_native_is_what_the_reference_is(param_dtype, grad_dtype, False, "cpu")
-            self.test_large_tensor_in_pieces("cpu")
+            for test in (self.test_large_tensor_in_pieces, self.test_mixed_dtypes_in_one_call, self.test_is_the_formula_in_float64,
+                         self.test_grad_scale_is_taken_out_and_written_back, self.test_lr_as_a_tensor):  # fmt: skip
+                test("cpu")
 
     # -- CUDA
 

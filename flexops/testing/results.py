@@ -1,0 +1,91 @@
+"""What an operator computes: as the reference, float64 and torch have it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from flexops.bench.reference import OnReference
+
+from .accuracy import compared, write
+from .case import Case, Make, Result, is_float, only, tensors_of
+from .comparing import ROUNDING, assert_near, assert_same
+from .isa import at_each_isa, every_level
+from .layouts import LAYOUTS, laid_out, layouts_of
+from .running import cast, run
+
+
+class Results:
+    def test_native_is_what_the_reference_is(self, case: Case, device: str, dtype: torch.dtype) -> None:
+        for shape in case.shapes:
+            args = case.inputs(Make(dtype, device), shape)
+            with OnReference():
+                expected = run(case.call, args, case.differentiable)
+            for isa in at_each_isa(device):
+                with isa:
+                    actual = run(case.call, args, case.differentiable)
+                    if case.same_bits:
+                        assert_same(actual, expected)
+                    assert_near(actual, expected, case.rounding, what=f"{shape}")
+                assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
+                assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+
+    @only(lambda case: case.accuracy)
+    def test_accuracy(self, case: Case, device: str, dtype: torch.dtype) -> None:
+        """Against float64: no further from it than torch's own kernel."""
+        worse = []
+        for level, label, mine, theirs, size in compared(case, device, dtype):
+            if level == "":
+                write(case, device, dtype, label, mine, theirs, size)
+            noise = 2.0**-26 * size  # what is far below a float32's grain says nothing
+            if any(a > b * slack + noise for a, b, slack in zip(mine, theirs, case.slack, strict=True)):
+                worse.append(f"{label} {level}: largest and mean error {mine}, torch's {theirs}")
+        assert not worse, "\n".join(worse)
+
+    @every_level
+    def test_the_same_bits_twice(self, case: Case, device: str) -> None:
+        """And without autograd, and in inference mode."""
+        args = case.inputs(Make(case.dtypes[-1], device), case.shapes[-1])
+        first = run(case.call, args, case.differentiable)
+        assert_same(run(case.call, args, case.differentiable), first)
+        with torch.no_grad():
+            assert_same(run(case.call, args), first._replace(gradients=()))
+        with torch.inference_mode():
+            outputs = tensors_of(case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)))
+        assert_same(Result(outputs, ()), first._replace(gradients=()))
+
+    def test_strides(self, case: Case, device: str) -> None:
+        for layout, dtype, shape in product(layouts_of(case), case.dtypes[:2], case.shapes[:2]):
+            args = laid_out(case.inputs(Make(dtype, device), shape), LAYOUTS[layout])
+            plain = tuple(arg.contiguous().clone() if isinstance(arg, Tensor) else arg for arg in args)
+            expected = run(case.call, plain, case.differentiable)
+            for isa in at_each_isa(device):
+                with isa:
+                    assert_near(run(case.call, args, case.differentiable), expected, case.rounding, what=f"{shape} {dtype} {layout}")
+
+    def test_empty(self, case: Case, device: str) -> None:
+        for shape in ((0, *case.shapes[0][1:]),) if case.empty is None else case.empty:
+            for dtype in case.dtypes:
+                args = case.inputs(Make(dtype, device), shape)
+                with OnReference():
+                    expected = run(case.call, args, case.differentiable)
+                for isa in at_each_isa(device):
+                    with isa:
+                        actual = run(case.call, args, case.differentiable)
+                        assert_near(actual, expected, what=f"{shape}")
+                        assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
+
+    @only(lambda case: case.autocast)
+    def test_autocast(self, case: Case, device: str) -> None:
+        """Float32 parameters with bfloat16 activations, which is what autocast leads to, and float32 throughout."""
+        for dtype in (torch.bfloat16, torch.float32):
+            args = case.inputs(Make(dtype, device), case.shapes[1])
+            args = tuple(arg.float() if position in case.parameters and is_float(arg) else arg for position, arg in enumerate(args))
+            exact = run(case.oracle, cast(args, torch.float64), case.differentiable)
+            for isa in at_each_isa(device):
+                with isa, torch.autocast(device, dtype=torch.bfloat16):
+                    actual = run(case.call, args, case.differentiable)
+                    assert_near(actual, exact, ROUNDING[torch.bfloat16])
+                assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
