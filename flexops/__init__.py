@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import ScoreMod as ScoreMod
     from .ops.attention import attention as attention
-    from .ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
+    from .ops.scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.softmax import causal_softmax as causal_softmax
     from .ops.softmax import scaled_masked_softmax as scaled_masked_softmax
     from .patching import patch as patch
@@ -86,7 +86,7 @@ _PUBLIC = {
     "adam8bit_": "ops.adam8bit",
     "ScoreMod": "ops.attention",
     "attention": "ops.attention",
-    "scaled_dot_product_attention": "ops.attention",
+    "scaled_dot_product_attention": "ops.scaled_dot_product_attention",
     "dequantize_fp8": "ops.fp8",
     "dequantize_int8": "ops.fp8",
     "quantize_fp8": "ops.fp8",

@@ -17,4 +17,5 @@ from . import norm_backward as norm_backward
 from . import norm_quantized as norm_quantized
 from . import quant as quant
 from . import rope as rope
+from . import scaled_dot_product_attention as scaled_dot_product_attention
 from . import softmax as softmax

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..op_builder import loader
 from ..ops import attention as _ops
+from ..ops import scaled_dot_product_attention as _drop_in
 from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
@@ -95,7 +96,7 @@ def attention(
 
 
 def _torchs_way(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, causal: bool, scaling: float | None) -> Tensor:
-    result = _ops.scaled_dot_product_attention(
+    result = _drop_in.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return result.transpose(1, 2).contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops import attention as op
+from ...ops import scaled_dot_product_attention as drop_in
 from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, forward_and_backward, library
 
 FAMILY = "attention"
@@ -83,7 +84,7 @@ def _decoding(setup: Setup) -> Iterator[Case]:
         q, k, v = setup.randn(batch, 32, 1, 128), setup.randn(batch, 8, length, 128), setup.randn(batch, 8, length, 128)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> object:
-            return op.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return drop_in.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
         def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)

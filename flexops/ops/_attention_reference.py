@@ -1,0 +1,223 @@
+"""Attention in plain PyTorch, in pieces, so that memory stays linear in length: the tests' oracle, and what runs where kernels do not. Formulas: see
+:mod:`flexops.ops.attention`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..op_builder import loader
+from ._attention_checks import check, fail, kind_of
+from ._score_mod import known as score_mods
+
+_PIECE = 2**25  # scores that are held at once
+
+
+class _Options(NamedTuple):
+    """The ops' arguments behind q, k and v."""
+
+    bias: Tensor | None
+    alibi: Tensor | None
+    sinks: Tensor | None
+    cumulative_q: Tensor | None
+    cumulative_k: Tensor | None
+    max_q: int
+    max_k: int
+    scale: float | None
+    left: int
+    right: int
+    softcap: float
+    deterministic: bool
+    score_mod: int = 0
+
+
+class _Piece(NamedTuple):
+    """Some queries of a sequence (of all, if they are not packed) with its keys: indices of ``[batch, length, ...]`` tensors."""
+
+    batch: slice  # of bias and slopes
+    first: int  # query, within the sequence
+    offset: int
+    queries: slice
+    keys: slice
+
+
+def _pieces(q: Tensor, k: Tensor, o: _Options) -> Iterator[_Piece]:
+    if o.cumulative_q is None or o.cumulative_k is None:
+        sequences = [(slice(None), 0, q.shape[1], 0, k.shape[1])]
+    else:
+        at_q, at_k = o.cumulative_q.tolist(), o.cumulative_k.tolist()
+        sequences = [(slice(i, i + 1), at_q[i], at_q[i + 1], at_k[i], at_k[i + 1]) for i in range(len(at_q) - 1)]
+    for batch, begin, end, first_key, last_key in sequences:
+        rows = max(1, _PIECE // max(1, q.shape[0] * q.shape[2] * (last_key - first_key)))
+        for first in range(begin, end, rows):
+            offset = (last_key - first_key) - (end - begin)
+            yield _Piece(batch, first - begin, offset, slice(first, min(end, first + rows)), slice(first_key, last_key))
+
+
+def _scale(q: Tensor, o: _Options) -> float:
+    return float(q.shape[-1] ** -0.5) if o.scale is None else o.scale
+
+
+def _scores(q: Tensor, k: Tensor, piece: _Piece, o: _Options) -> tuple[Tensor, Tensor | None]:
+    """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale q k``."""
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q, o)
+    slope = None
+    if o.softcap:
+        tanh = torch.tanh(s / o.softcap)
+        s, slope = o.softcap * tanh, 1 - tanh.square()
+    rows, columns = s.shape[2:]
+    if o.score_mod:
+        batches = range(s.shape[0])[piece.batch] if o.cumulative_q is None else range(piece.batch.start, piece.batch.stop)
+        sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
+        at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
+        s, slope = score_mods[o.score_mod](s, *at)
+    distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
+    if o.alibi is not None:
+        slopes = o.alibi[piece.batch] if o.alibi.dim() == 2 else o.alibi[None]
+        s = s - slopes.to(s.dtype)[:, :, None, None] * distance.abs()
+    if o.bias is not None:
+        part = _bias_part(o.bias, piece, rows, columns)
+        s = s.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else s + part.to(s.dtype)
+    if o.left >= 0:
+        s = s.masked_fill(distance < -o.left, -torch.inf)
+    if o.right >= 0:
+        s = s.masked_fill(distance > o.right, -torch.inf)
+    return s, slope
+
+
+def _bias_part(bias: Tensor, piece: _Piece, rows: int, columns: int) -> Tensor:
+    bias = bias[(None,) * (4 - bias.dim())]
+    bias = bias[piece.batch] if bias.shape[0] > 1 else bias
+    bias = bias[:, :, piece.first : piece.first + rows] if bias.shape[2] > 1 else bias
+    return bias[..., :columns] if bias.shape[3] > 1 else bias
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In at least float32, with a batch dimension."""
+    x = x if x.dtype == torch.float64 else x.float()
+    return x[None] if x.dim() == 3 else x
+
+
+def _for_all_heads(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // max(1, x.shape[2]), 2)
+
+
+def _summed_over_groups(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape[2] == like.shape[2] else x.unflatten(2, (like.shape[2], -1)).sum(3)
+
+
+def _weights(s: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    o, heads = _Options(*options), q.shape[-2]
+    wide_q, wide_k, wide_v = _wide(q), _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
+    out = wide_q.new_zeros(*wide_q.shape[:3], v.shape[-1])
+    lse = wide_q.new_full((wide_q.shape[0], heads, wide_q.shape[1]), -torch.inf)
+    for piece in _pieces(wide_q, wide_k, o):
+        s, _ = _scores(wide_q[:, piece.queries], wide_k[:, piece.keys], piece, o)
+        part = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+        if o.sinks is not None:
+            part = torch.logaddexp(part, o.sinks.to(s.dtype)[:, None])
+        lse[..., piece.queries] = part
+        out[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", _weights(s, part), wide_v[:, piece.keys])
+    out = out.to(q.dtype)
+    return (out, lse) if q.dim() == 4 else (out[0], lse[0])
+
+
+def delta_of(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
+    """``[batch, heads, queries]``."""
+    delta = (_wide(grad) * _wide(out)).sum(-1).transpose(1, 2)
+    return delta if grad_lse is None else delta - grad_lse.reshape(delta.shape)
+
+
+def _score_gradients(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: _Options
+) -> Iterator[tuple[_Piece, Tensor, Tensor, Tensor | None]]:
+    """Piece after piece its weights, their scores' gradients, and the latter's way to ``scale q k``. Takes wide tensors."""
+    delta = delta_of(grad, grad_lse, out)
+    lse = lse if lse.dim() == 3 else lse[None]
+    for piece in _pieces(q, k, o):
+        s, slope = _scores(q[:, piece.queries], k[:, piece.keys], piece, o)
+        weights = _weights(s, lse[..., piece.queries])
+        dp = torch.einsum("bqhd,bkhd->bhqk", grad[:, piece.queries], v[:, piece.keys])
+        yield piece, weights, weights * (dp - delta[..., piece.queries, None]), slope
+
+
+def backward_reference(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, heads = _Options(*options), q.shape[-2]
+    wide_grad, wide_q = _wide(grad), _wide(q)
+    wide_k, wide_v = _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
+    dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for piece, weights, ds, slope in _score_gradients(wide_grad, grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o):
+        dv[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", weights, wide_grad[:, piece.queries])
+        ds = (ds if slope is None else ds * slope) * _scale(q, o)
+        dq[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", ds, wide_k[:, piece.keys])
+        dk[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", ds, wide_q[:, piece.queries])
+    pairs = ((dq, q), (_summed_over_groups(dk, _wide(k)), k), (_summed_over_groups(dv, _wide(v)), v))
+    dq, dk, dv = (gradient.reshape(x.shape).to(x.dtype).contiguous() for gradient, x in pairs)
+    return dq, dk, dv
+
+
+def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
+    """The gradient of bias."""
+    o, heads = _Options(*options), q.shape[-2]
+    assert o.bias is not None
+    wide_q = _wide(q)
+    total = wide_q.new_zeros(o.bias.shape)
+    arguments = (_wide(grad), grad_lse, wide_q, _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads), _wide(out), lse, o)
+    for piece, _, ds, _ in _score_gradients(*arguments):
+        part = _bias_part(total, piece, *ds.shape[2:])
+        part += ds.sum_to_size(part.shape)
+    return total.to(o.bias.dtype)
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def fake(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse_shape(q), dtype=lse)
+
+
+def backward_fake(_grad: Tensor, _grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def bias_fake(*args: Any) -> Tensor:
+    bias: Tensor = args[7]
+    return bias.new_empty(bias.shape)
+
+
+def check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any) -> None:
+    check(q, k, v, *options)
+    shape_out, shape_lse = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
+    for name, x, dtype, shape in (
+        ("grad", grad, q.dtype, shape_out),
+        ("out", out, q.dtype, shape_out),
+        ("lse", lse, torch.float32, shape_lse),
+        ("grad_lse", lse if grad_lse is None else grad_lse, torch.float32, shape_lse),
+    ):
+        if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != tuple(shape):
+            fail(f"{name} must be a {dtype} tensor of shape {list(shape)}, got {kind_of(x)} {list(getattr(x, 'shape', ()))}")
+
+
+def noting(reference: Any, why: Any, tensors: tuple[int, int], score_mod: int) -> Any:
+    """A reference that stands in for kernels, and says so. The numbers are positions of arguments."""
+
+    @functools.wraps(reference)
+    def call(*args: Any) -> Any:
+        q, v = (args[position] for position in tensors)
+        if reason := why(q, v, *args[score_mod:]):
+            loader.decline("attention", q.device.type, f"{reason}: plain PyTorch, in pieces")
+        return reference(*args)
+
+    return call
