@@ -25,7 +25,7 @@ from flexops.op_builder import aot, catalog  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
 EXAMPLE = ["builder/example/**", "builder/example/.github/**"]
-DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*", *EXAMPLE]}
+DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*", "cmake/*.cmake", *EXAMPLE]}
 
 
 def source_packages() -> list[str]:

@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command("build")(build.build)
 app.command("warm")(warm.warm)
 app.command("new")(new.new)
+app.command("cmake-dir")(new.cmake_dir)
 app.command("doctor")(doctor.doctor)
 app.command("patch")(patch.patch)
 app.command("inspect")(inspect.inspect)

@@ -1,4 +1,4 @@
-"""``flexops new``: a package of one's own operators to start from."""
+"""``flexops new`` and ``flexops cmake-dir``: where one's own operators start from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..builder import new as writing
+from ..op_builder import layout
 
 
 def new(
@@ -18,3 +19,8 @@ def new(
     for path in writing.write(name, family, Path.cwd()):
         typer.echo(path.relative_to(Path.cwd()))
     typer.echo(f"\ncd {name} && pip install -e . --no-build-isolation && pytest")
+
+
+def cmake_dir() -> None:
+    """Print the directory for CMake's flexops_DIR, where find_package(flexops) looks (docs/builder.md)."""
+    typer.echo(layout.cmake_root())

@@ -18,6 +18,11 @@ def example_root() -> Path:
     return _PACKAGE / "builder" / "example"
 
 
+def cmake_root() -> Path:
+    """What ``find_package(flexops)`` finds."""
+    return _PACKAGE / "cmake"
+
+
 def recipe_root() -> Path:
     """The modules that decide on commands."""
     return _PACKAGE / "op_builder"
