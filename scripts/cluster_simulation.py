@@ -2,10 +2,12 @@
 """What a cluster does to a remote cache: many nodes start at once with empty caches, against an object store on this machine.
 
     python scripts/cluster_simulation.py processes [--stop]    8 nodes (cache directories) of 8 processes each; real kernels, by NVRTC
+    python scripts/cluster_simulation.py processes --image IMAGE --packages DIRECTORY    the nodes are containers
     python scripts/cluster_simulation.py nodes [--count 1000]  nodes as threads of one process; compiling is a nap, all else is the real code
 
-``--stop`` stops the store as soon as half of the kernels are there. It exits 1 if an artifact was compiled twice although the store was there, or if a
-process failed.
+``--stop`` stops the store as soon as half of the kernels are there. ``--torch``: a process imports torch first, as every real one does. IMAGE has Python
+and torch, DIRECTORY what is to be importable beside it: ``pip install --target DIRECTORY obstore nvidia-cuda-nvrtc``. It exits 1 if an artifact was
+compiled twice although the store was there, or if a process failed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +109,12 @@ class Running:
         return {**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "FLEXOPS_CACHE_REMOTE": "s3://bucket/cache", "FLEXOPS_CACHE_REMOTE_WRITE": "1"}
 
 
-def be_one_process() -> None:
-    """A process of a node: it wants every kernel, one after the other, as launches do. Without torch, whose import would be most of it."""
-    sys.modules["torch"] = None  # type: ignore[assignment]
+def be_one_process(with_torch: bool) -> None:
+    """A process of a node: it wants every kernel, one after the other, as launches do."""
+    if with_torch:
+        import flexops  # noqa: F401  (and torch)
+    else:
+        sys.modules["torch"] = None  # type: ignore[assignment]
     from flexops import settings
     from flexops.compute_capability import parse_arch_list
     from flexops.op_builder import counters, device_code, layout, loader
@@ -125,37 +131,71 @@ def be_one_process() -> None:
     print(json.dumps({"seconds": time.monotonic() - started, "counters": counters.cache_stats()}))
 
 
-def start_all(folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
-    started = []
-    for number in range(NODES * PER_NODE):
-        variables = {**os.environ, **environment, "FLEXOPS_CACHE_DIR": str(folder / f"node{number % NODES}")}
-        started.append(subprocess.Popen([sys.executable, __file__, "one"], env=variables, stdout=subprocess.PIPE, text=True))
-    said = []
+def be_one_node(options: list[str]) -> None:
+    """The processes of a node, started at once; prints a line of JSON for each."""
+    started = [subprocess.Popen([sys.executable, __file__, "one", *options], stdout=subprocess.PIPE, text=True) for _ in range(PER_NODE)]
     for process in started:
-        output = process.communicate(timeout=900)[0]
-        if process.returncode:
-            sys.exit(f"a process failed with status {process.returncode}")
-        said.append(json.loads(output.splitlines()[-1]))
-    return said
+        print(process.communicate(timeout=900)[0].strip().splitlines()[-1] if process.wait() == 0 else "null", flush=True)
 
 
-def processes(latency: float, timeout: float, stop: bool) -> None:
+class Nodes:
+    """Where the nodes run: as processes of this machine with a cache directory each, or as containers."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], options: list[str], image: str, packages: str) -> None:
+        self.folder, self.environment, self.options, self.image, self.packages = folder, environment, options, image, packages
+
+    def start(self) -> list[dict[str, Any]]:
+        """Start all of them at once; what their processes said."""
+        run = self._container if self.image else self._process
+        outputs = [finish() for finish in [run(self.folder / f"node{number}") for number in range(NODES)]]
+        said = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith(("{", "null"))]
+        if len(said) != NODES * PER_NODE or None in said:
+            sys.exit("a process failed:\n" + "\n".join(outputs)[-4000:])
+        return said
+
+    def _process(self, cache: Path) -> Callable[[], str]:
+        variables = {**os.environ, **self.environment, "FLEXOPS_CACHE_DIR": str(cache)}
+        node = subprocess.Popen([sys.executable, __file__, "node", *self.options], env=variables, stdout=subprocess.PIPE, text=True)
+        return lambda: node.communicate(timeout=1800)[0]
+
+    def _container(self, cache: Path) -> Callable[[], str]:
+        from flexops.images import engine
+
+        cache.mkdir(exist_ok=True)
+        mounts = {str(ROOT / part): {"bind": f"/src/{part}", "mode": "ro"} for part in ("flexops", "csrc", "scripts")}
+        container = engine.connect().containers.run(
+            self.image, ["python", "/src/scripts/cluster_simulation.py", "node", *self.options], entrypoint="", user="0:0", detach=True, network_mode="host",
+            environment={**self.environment, "FLEXOPS_CACHE_DIR": "/cache", "PYTHONPATH": "/src:/packages"},
+            volumes={**mounts, self.packages: {"bind": "/packages", "mode": "ro"}, str(cache): {"bind": "/cache", "mode": "rw"}},
+        )  # fmt: skip
+
+        def finish() -> str:
+            container.wait(timeout=1800)
+            output: str = container.logs().decode()
+            container.remove()
+            return output
+
+        return finish
+
+
+def processes(latency: float, timeout: float, stop: bool, options: list[str], image: str, packages: str) -> None:
     store = Running(latency)
     environment = {**store.environment(), "FLEXOPS_CACHE_REMOTE_TIMEOUT": str(timeout), "FLEXOPS_LOG": "quiet"}
     with tempfile.TemporaryDirectory() as folder:
+        nodes = Nodes(Path(folder), environment, options, image, packages)
         if stop:
             threading.Thread(target=_stop_in_the_middle, args=(store,), daemon=True).start()
         started = time.monotonic()
-        cold = start_all(Path(folder), environment)
+        cold = nodes.start()
         cold_seconds, counts = time.monotonic() - started, store.counts()
         started = time.monotonic()
-        warm = start_all(Path(folder), environment)
+        warm = nodes.start()
         warm_seconds = time.monotonic() - started
     compiled = sum(int(one["counters"]["compiler"]["hits"]) for one in cold)
     fetched = sum(int(one["counters"]["remote"]["hits"]) for one in cold)
     print(f"{len(cold)} processes on {NODES} nodes, {len(TYPES)} kernels: compiled {compiled}, fetched {fetched}")
-    print(f"to the last process: cold {cold_seconds:.1f} s, warm {warm_seconds:.1f} s; kernels alone, the slowest process: "
-          f"{max(one['seconds'] for one in cold):.1f} s and {max(one['seconds'] for one in warm):.2f} s")  # fmt: skip
+    print(f"to the last process: cold {cold_seconds:.1f} s, warm {warm_seconds:.1f} s, {cold_seconds / warm_seconds:.2f} times; "
+          f"kernels alone, the slowest process: {max(one['seconds'] for one in cold):.1f} s and {max(one['seconds'] for one in warm):.2f} s")  # fmt: skip
     print(f"store: {'stopped' if stop else {name: counts[name] for name in ('GET', 'PUT', 'sent', 'received')}}")
     touched = not stop and store.counts()["GET"] != counts["GET"]
     store.process.kill()
@@ -249,17 +289,23 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("processes", "nodes", "one"))
+    parser.add_argument("part", choices=("processes", "nodes", "node", "one"))
     parser.add_argument("--count", type=int, default=1000, help="nodes")
     parser.add_argument("--kernels", type=int, default=5)
     parser.add_argument("--latency", type=float, default=0.02, help="seconds that the store takes for an answer")
     parser.add_argument("--timeout", type=float, default=60.0, help="FLEXOPS_CACHE_REMOTE_TIMEOUT: all nodes share this machine's processors")
     parser.add_argument("--stop", action="store_true", help="stop the store in the middle")
+    parser.add_argument("--torch", action="store_true", help="processes import torch")
+    parser.add_argument("--image", default="", help="the nodes are containers of this image")
+    parser.add_argument("--packages", default="", help="a directory of packages for these containers")
     asked = parser.parse_args()
+    options = ["--torch"] if asked.torch else []
     if asked.part == "one":
-        be_one_process()
+        be_one_process(asked.torch)
+    elif asked.part == "node":
+        be_one_node(options)
     elif asked.part == "processes":
-        processes(asked.latency, 5.0 if asked.stop else asked.timeout, asked.stop)
+        processes(asked.latency, 5.0 if asked.stop else asked.timeout, asked.stop, options, asked.image, asked.packages)
     else:
         nodes(asked.count, asked.kernels, asked.latency, asked.timeout)
 

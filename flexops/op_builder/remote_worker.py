@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _IDLE_SECONDS = 60.0
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 _ENTRY_TYPE = "application/vnd.flexops.cache.v1"
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _EMPTY = b"{}"
@@ -56,7 +56,7 @@ class Bucket:
         except (self.library.exceptions.NotFoundError, FileNotFoundError):
             return {"found": False}
         _write(file, result.stream(min_chunk_size=1 << 20), most)
-        return {"found": True, "tag": result.meta.get("e_tag") or ""}
+        return {"found": True, "tag": json.dumps({name: result.meta[name] for name in ("e_tag", "version") if result.meta.get(name)})}
 
     def create(self, name: str, file: str) -> bool:
         try:
@@ -67,7 +67,7 @@ class Bucket:
 
     def replace(self, name: str, file: str, tag: str) -> bool:
         try:
-            self.library.put(self.store, name, _read(file), mode={"e_tag": tag} if tag else "overwrite")
+            self.library.put(self.store, name, _read(file), mode=json.loads(tag) if tag else "overwrite")
         except self.library.exceptions.PreconditionError:
             return False
         except (self.library.exceptions.NotSupportedError, NotImplementedError):  # a directory

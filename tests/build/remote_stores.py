@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import hmac
 import shutil
 import socket
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-own-id", "AWS_SECRET_ACCESS_KEY": "tests-own-secret", "AWS_REGION": "us-east-1"}
+_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _REGISTRY = """
 version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
@@ -58,20 +65,65 @@ def bucket(address: str, name: str, method: str = "PUT") -> None:
 
 
 @contextlib.contextmanager
-def oci(program: str, folder: Path) -> Iterator[str]:
-    """Debian's docker-registry: its host and port."""
+def azurite(program: str) -> Iterator[dict[str, str]]:
+    """Microsoft's emulator of Azure's blobs: the variables that lead a client to it. Account and key are the emulator's own, in its documentation."""
+    port = free_port()
+    process = subprocess.Popen([program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", str(port)])
+    try:
+        wait_for(f"http://127.0.0.1:{port}/")
+        yield {
+            "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1", "AZURE_STORAGE_ACCOUNT_KEY": _AZURITE_KEY,
+            "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/devstoreaccount1",
+        }  # fmt: skip
+    finally:
+        process.kill()
+        process.wait()
+
+
+def azure_container(endpoint: str, name: str) -> None:
+    """Make a container, with a request signed as Azure's *Authorize with Shared Key* says."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    account = endpoint.rpartition("/")[2]
+    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items()), f"/{account}/{account}/{name}", "restype:container"]
+    signature = base64.b64encode(hmac.new(base64.b64decode(_AZURITE_KEY), "\n".join(lines).encode(), hashlib.sha256).digest()).decode()
+    headers |= {"Authorization": f"SharedKey {account}:{signature}", "Content-Length": "0"}
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}?restype=container", method="PUT", headers=headers), timeout=20).close()
+
+
+def find_azurite(folder: Path) -> str | None:
+    """azurite-blob, installed, or brought by npm; None where neither can be had."""
+    if found := shutil.which("azurite-blob"):
+        return found
+    if npm := shutil.which("npm"):
+        subprocess.run([npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), "azurite@3.37.0"], capture_output=True, check=False)
+    return str(program) if (program := folder / "node_modules" / ".bin" / "azurite-blob").exists() else None
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def wait_for(address: str) -> None:
+    """Until something answers there, if only with an error."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(address, timeout=1).close()
+            return
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def oci(program: str, folder: Path) -> Iterator[str]:
+    """Debian's docker-registry: its host and port."""
+    port = free_port()
     (folder / "registry.yml").write_text(_REGISTRY.format(root=folder / "registry", port=port))
     process = subprocess.Popen([program, "serve", str(folder / "registry.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=1).close()
-                break
-            time.sleep(0.05)
+        wait_for(f"http://127.0.0.1:{port}/v2/")
         yield f"127.0.0.1:{port}"
     finally:
         process.kill()
@@ -144,9 +196,12 @@ class BadDay(BaseHTTPRequestHandler):
             self.serve(body)
 
     def serve(self, body: bytes | None) -> None:
+        place, _, query = self.path.partition("?")
         with self.server.lock:
             there = self.server.objects.get(self.path)
-            if self.command == "PUT" and there is not None and self.headers.get("If-None-Match") == "*":
+            if "list-type=2" in query:
+                self.answer(200, self.listing(place, urllib.parse.parse_qs(query).get("prefix", [""])[0]))
+            elif self.command == "PUT" and not self.may_put(there):
                 self.answer(412)
             elif self.command == "PUT":
                 self.server.objects[self.path] = body or b""
@@ -159,16 +214,35 @@ class BadDay(BaseHTTPRequestHandler):
             else:
                 self.answer(200, there)
 
+    def listing(self, place: str, prefix: str) -> bytes:
+        found = [(urllib.parse.unquote(path)[len(place) + 1 :], content) for path, content in self.server.objects.items() if path.startswith(place + "/")]
+        entries = "".join(
+            f"<Contents><Key>{name}</Key><Size>{len(content)}</Size><LastModified>2026-11-23T00:00:00.000Z</LastModified></Contents>"
+            for name, content in found
+            if name.startswith(prefix)
+        )
+        return f"<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
+
+    def may_put(self, there: bytes | None) -> bool:
+        """The conditions of S3, and of Google's XML API, where a generation tells an object from its successors, and none is 0."""
+        wanted = self.headers.get("x-goog-if-generation-match")
+        return not (there is not None and self.headers.get("If-None-Match") == "*") and wanted in (None, str(generation(there)))
+
     def answer(self, status: int, body: bytes = b"", size: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if size is None else size))
         self.send_header("ETag", f'"{hashlib.md5(body).hexdigest()}"')
         self.send_header("Last-Modified", "Mon, 23 Nov 2026 00:00:00 GMT")
+        self.send_header("x-goog-generation", str(generation(self.server.objects.get(self.path))))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
+
+
+def generation(there: bytes | None) -> int:
+    return 0 if there is None else 1 + zlib.crc32(there)
 
 
 def is_entry(request: BadDay) -> bool:

@@ -33,6 +33,21 @@ def s3_address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def google_address() -> Iterator[str]:
+    with stores.served(stores.BadStore()) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("azurite")
+    program = stores.find_azurite(folder)
+    require(program, "Azurite, Microsoft's own emulator", "npm install -g azurite")
+    with stores.azurite(str(program)) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("registry")
     program = stores.find_registry(folder)
@@ -108,18 +123,28 @@ def machines(tmp_path: Path, host_compiler: Any) -> Machines:
     return Machines(tmp_path)
 
 
-@pytest.fixture(params=["s3", "oci", "file"])
+AZURE = pytest.param("az", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["s3", "gs", AZURE, "oci", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A store that can be written to."""
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
     name = f"b{abs(hash(str(tmp_path))) % 10**9}"
-    if request.param == "oci":
+    if request.param == "s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address := request.getfixturevalue("s3_address"))
+        stores.bucket(address, name)
+    elif request.param == "gs":
+        monkeypatch.setenv("GOOGLE_BASE_URL", request.getfixturevalue("google_address"))
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "tests-own-token")
+    elif request.param == "az":
+        for variable, value in request.getfixturevalue("azure").items():
+            monkeypatch.setenv(variable, value)
+        stores.azure_container(os.environ["AZURE_STORAGE_ENDPOINT"], name)
+    elif request.param == "oci":
         return f"oci://{request.getfixturevalue('registry')}/team/{name}"
-    address = request.getfixturevalue("s3_address")
-    stores.bucket(address, name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    return f"s3://{name}/some/prefix"
+    elif request.param == "file":
+        return f"file://{tmp_path}/store"
+    return f"{request.param}://{name}/some/prefix"
 
 
 # ---- what it is for --------------------------------------------------------------------------------------------------------------------------
@@ -313,17 +338,10 @@ def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) 
     assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == ["0 1", "0 1", "1 0"]
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_of_processes_without_a_job_one_compiles(
-    kind: str, tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("url", ["s3", "gs", AZURE, "file"], indirect=True)
+def test_of_processes_without_a_job_one_compiles(url: str, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
     """Four machines that know of each other only through the store: threads here, each with a cache and a client of its own."""
     wait(30)
-    url = f"file://{tmp_path}/store"
-    if kind == "s3":
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address := request.getfixturevalue("s3_address"))
-        stores.bucket(address, "claims")
-        url = "s3://claims"
     plan, answers = machines.plan(), []
 
     def run(name: str) -> None:
@@ -341,6 +359,19 @@ def test_of_processes_without_a_job_one_compiles(
 def claim(there: Remote, machines: Machines, **value: Any) -> None:
     plan = machines.plan()
     assert there.leave(machines.cache("other", there), plan.name, builder._digest(plan), "claim", value, replace="")
+
+
+@pytest.mark.parametrize("url", ["s3", "gs", AZURE], indirect=True)
+def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open) -> None:
+    there, plan = opened(url), machines.plan()
+    cache, name, digest = machines.cache("other", there), plan.name, builder._digest(plan)
+    claim(there, machines, until=0, by="who is late")
+    found = there.hint(cache, name, digest, "claim")
+    assert found
+    assert [there.leave(cache, name, digest, "claim", {"until": 9e12, "by": who}, replace=found[1]) for who in ("first", "second")] == [True, False]
+    assert (again := there.hint(cache, name, digest, "claim"))
+    assert again[0]["by"] == "first"
+    assert not there.problem + there.unwritten
 
 
 def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
