@@ -114,10 +114,13 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap),
   a.score_mod = static_cast<uint64_t>(o.score_mod);
   FLEXOPS_CHECK(FLEXOPS_DEVICE_CUDA || !a.score_mod, op, ": score_mod must be None on a CPU");
-  FLEXOPS_CHECK(!a.score_mod || (!o.bias && !o.alibi && !(o.softcap > 0)), op,
-                ": score_mod must come without softcap, bias and alibi_slopes");
-  if (o.bias) {
-    check_place(op, "bias", *o.bias, q);
+  FLEXOPS_CHECK(!a.score_mod || (!o.alibi && !(o.softcap > 0)), op, ": score_mod must come without softcap and alibi_slopes");
+  if (o.bias) check_place(op, "bias", *o.bias, q);
+  if (o.bias && a.score_mod) {  // what it looks things up in
+    check_dtype(op, "bias", *o.bias, Dtype::i32);
+    FLEXOPS_CHECK(o.bias->dim() == 1 && o.bias->is_contiguous(), op, ": bias must be the score_mod's words, got ", shape_text(*o.bias));
+    a.bias = o.bias->data();
+  } else if (o.bias) {
     const Dtype kind = o.bias->dtype();
     FLEXOPS_CHECK(kind == Dtype::f32 || kind == Dtype::f16 || kind == Dtype::bf16 || kind == Dtype::boolean, op,
                   ": bias must be bool, float32, float16 or bfloat16, got ", dtype_name(kind));

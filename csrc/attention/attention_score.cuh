@@ -1,5 +1,6 @@
 // Score modifiers of people's own (flexops/ops/_score_mod.py): FLEXOPS_SCORE, defined before this is compiled, is a function's body that
-// computes the score from score, b, h, q and k.
+// computes the score from score, b, h, q and k, and what it looks up in `words`: of each table its first word, rows and columns, then all
+// their elements.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -29,6 +30,11 @@ FLEXOPS_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
 FLEXOPS_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 FLEXOPS_DEVICE int floordiv(int a, int b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 FLEXOPS_DEVICE int mod(int a, int b) { return a - floordiv(a, b) * b; }
+/// An element of a table; beyond its ends, the one there.
+FLEXOPS_DEVICE int at(const int* words, int table, int row, int column) {
+  const int *head = words + 3 * table, rows = __ldg(head + 1), columns = __ldg(head + 2);
+  return __ldg(words + __ldg(head) + max(0, min(row, rows - 1)) * columns + max(0, min(column, columns - 1)));
+}
 
 // Functions are the hardware's own approximations (some 2^-21): a modifier is unrolled for each score that a thread holds, and the exact
 // ones would take a minute to compile.
@@ -94,7 +100,7 @@ FLEXOPS_DEVICE Dual where(bool condition, Dual a, Dual b) { return condition ? a
 #define FLEXOPS_SCORE return score;
 #endif
 FLEXOPS_DEVICE Dual defined_score([[maybe_unused]] Dual score, [[maybe_unused]] int b, [[maybe_unused]] int h, [[maybe_unused]] int q,
-                                  [[maybe_unused]] int k) {
+                                  [[maybe_unused]] int k, [[maybe_unused]] const int* words) {
   FLEXOPS_SCORE
 }
 
@@ -107,7 +113,8 @@ struct Defined {
   FLEXOPS_DEVICE Defined(const Problem& problem, const Sequence& sequence) : p(problem), s(sequence) {}
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {
     // Rows that are not there compute what the last one does: whatever it is, it is left out as long as it is finite.
-    const Dual out = defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1), min(key, s.length_k - 1));
+    const Dual out = defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1), min(key, s.length_k - 1),
+                                   static_cast<const int*>(p.bias));
     slope = out.slope;
     return out.value;
   }

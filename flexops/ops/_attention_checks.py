@@ -104,10 +104,11 @@ def check(
             if not isinstance(number, int) or number < 0:
                 fail(f"{name} must be a number of tokens, got {number!r}")
     softcap, score_mod = (rest[3], rest[5]) if len(rest) > 5 else (0.0, 0)  # torch leaves out what is the default
-    if score_mod and (softcap or bias is not None or alibi_slopes is not None):
-        fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
     lengths = (max_seqlen_q, max_seqlen_k) if packed else (q.shape[1], k.shape[1])
-    _check_bias(bias, (batch, heads, *lengths))
+    if not score_mod:
+        _check_bias(bias, (batch, heads, *lengths))
+    elif softcap or alibi_slopes is not None or (bias is not None and (bias.dtype != torch.int32 or bias.dim() != 1)):
+        fail("score_mod must come without softcap and alibi_slopes, and a bias that is int32 words to look things up in")
     _check_of_heads("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)))
     _check_of_heads("sinks", sinks, ((heads,),))
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():

@@ -20,7 +20,7 @@ _PIECE = 2**25  # scores that are held at once
 class _Options(NamedTuple):
     """The ops' arguments behind q, k and v."""
 
-    bias: Tensor | None
+    bias: Tensor | None  # with a score_mod, the words that it looks things up in
     alibi: Tensor | None
     sinks: Tensor | None
     cumulative_q: Tensor | None
@@ -74,12 +74,12 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: _Options) -> tuple[Tensor, T
         batches = range(s.shape[0])[piece.batch] if o.cumulative_q is None else range(piece.batch.start, piece.batch.stop)
         sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
         at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
-        s, slope = score_mods[o.score_mod](s, *at)
+        s, slope = score_mods[o.score_mod](s, *at, words=o.bias)
     distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
     if o.alibi is not None:
         slopes = o.alibi[piece.batch] if o.alibi.dim() == 2 else o.alibi[None]
         s = s - slopes.to(s.dtype)[:, :, None, None] * distance.abs()
-    if o.bias is not None:
+    if o.bias is not None and not o.score_mod:
         part = _bias_part(o.bias, piece, rows, columns)
         s = s.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else s + part.to(s.dtype)
     if o.left >= 0:

@@ -2,6 +2,8 @@
 
 What the function does to its arguments is kept as a list of operations in the order in which they were done. From it come the text that NVRTC compiles
 into attention's kernels, where ``Dual`` (``csrc/attention/attention_score.cuh``) carries the derivative along, and the same in plain PyTorch.
+
+Tensors that the function looks things up in go to kernels as one buffer of int32 words: of each its first word, rows and columns, then their elements.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..op_builder import provider_texts
+from ._score_text import function_of
 
 _ARGUMENTS = {"score": "float", "b": "int", "h": "int", "q": "int", "k": "int"}
 Number = int | float | bool
@@ -100,6 +104,9 @@ class Symbol:
             raise TypeError(f"flexops.attention: score_mod must use, of torch, {', '.join(sorted((*_OF_TORCH, *_BESIDE)))}, got torch.{called}")
         return first._then(_OF_TORCH[called], *args)
 
+    def __index__(self) -> int:
+        raise TypeError("flexops.attention: score_mod must find the tensors that it looks things up in among its own closure, its globals or ScoreMod's")
+
     def __bool__(self) -> bool:
         raise TypeError("flexops.attention: score_mod must not branch on its arguments: torch.where(condition, a, b) chooses")
 
@@ -107,6 +114,23 @@ class Symbol:
         if not isinstance(exponent, int) or not 1 <= exponent <= 8:
             raise TypeError(f"flexops.attention: score_mod must raise to whole powers from 1 to 8, got {exponent!r}")
         return functools.reduce(operator.mul, [self] * exponent)
+
+
+_KINDS = {torch.bool: "bool", **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64), "int")}
+
+
+class Table:
+    """A tensor of one or two dimensions, which a score modifier looks things up in. An index beyond its ends is the last (or first) one."""
+
+    def __init__(self, trace: list[tuple[str, tuple[Any, ...], str]], number: int, tensor: Tensor, name: str) -> None:
+        self.trace, self.number, self.dim, self.kind, self.name = trace, number, tensor.dim(), _KINDS.get(tensor.dtype, "float"), name
+
+    def __getitem__(self, index: Any) -> Symbol:
+        at = index if isinstance(index, tuple) else (index,)
+        if len(at) != self.dim or any(isinstance(i, bool) or not (isinstance(i, int) or (isinstance(i, Symbol) and i.kind == "int")) for i in at):
+            raise TypeError(f"flexops.attention: score_mod must look up {self.name} by {self.dim} integers, got {index!r}")
+        self.trace.append(("at", (self.number, *(0,) * (2 - len(at)), *at), self.kind))
+        return Symbol(self.trace, len(self.trace) - 1, self.kind)
 
 
 def _method(name: str, swapped: bool = False) -> Function:
@@ -125,21 +149,62 @@ for _name in (*_COMPARISONS, *_LOGIC, "neg", "abs"):
 setattr(Symbol, "__invert__", _method("not"))  # noqa: B010  mypy knows no such attribute
 
 
+def _captured(function: Function) -> dict[str, Tensor]:
+    """The tensors that a function finds outside of itself, by name."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    code, outside = function.__code__, {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        outside[name] = cell.cell_contents
+    outside |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__ and name not in outside}
+    return {name: found for name, found in outside.items() if isinstance(found, Tensor)}
+
+
+def _instead(function: Any, tables: dict[str, Any]) -> Function:
+    """The function, with other things where it had tensors."""
+    cells = (
+        types.CellType(tables[name]) if name in tables else cell for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+    made = types.FunctionType(function.__code__, {**function.__globals__, **tables}, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
 class ScoreMod:
     """A function ``(score, b, h, q, k) -> score`` as attention's kernels take it: ``score`` is ``scale q k``, the others
     are the numbers of the sequence, the query head, the query and the key (within a packed sequence).
 
     It may use arithmetic, comparisons, ``&``, ``|``, ``~``, whole powers, and of torch ``where``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt``, ``sin``,
-    ``cos``, ``abs``, ``square``, ``minimum``, ``maximum``, ``clamp``, on its arguments and plain numbers. It is called once, here.
+    ``cos``, ``abs``, ``square``, ``minimum``, ``maximum``, ``clamp``, on its arguments, plain numbers, and what it looks up in tensors of one or two
+    dimensions by whole numbers. It is called once, here.
+
+    Args:
+        function: the function, or an expression of the same as text, in Python's syntax: ``"score - slopes[h] * abs(q - k) if q >= k else -inf"``.
+        tables: tensors that it looks things up in, by name: keyword arguments of a function, names of an expression. Those that a function finds in its closure
+            or globals need not be named. Their values may change, as long as dtype and number of dimensions stay. They get no gradient.
 
     Raises:
         TypeError: it does anything else.
     """
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function | str, **tables: Tensor) -> None:
+        if isinstance(function, str):
+            function = function_of(function)
         if not callable(function):
-            raise TypeError(f"flexops.ScoreMod: function must be a function of (score, b, h, q, k), got {type(function).__name__}")
+            raise TypeError(f"flexops.ScoreMod: function must be a function of (score, b, h, q, k), or an expression, got {type(function).__name__}")
         trace: list[tuple[str, tuple[Any, ...], str]] = [(name, (), kind) for name, kind in _ARGUMENTS.items()]
+        outside = _captured(function)
+        self._tensors = {**outside, **tables}
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() > 2 or tensor.dtype not in (*_KINDS, torch.float32, torch.bfloat16, torch.float16):
+                found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"flexops.attention: score_mod must look things up in float or integer tensors of one or two dimensions, {name} is {found}")
+        names = [*self._tensors]
+        symbols = {name: _table(trace, names.index(name), tensor, name) for name, tensor in self._tensors.items()}
+        if outside:
+            function = _instead(function, {name: symbols[name] for name in outside})
+        function = functools.partial(function, **{name: symbols[name] for name in tables})
+        self._words: tuple[Any, Tensor] | None = None
         result = function(*(Symbol(trace, position, kind) for position, kind in enumerate(_ARGUMENTS.values())))
         if not isinstance(result, Symbol) or result.kind == "bool":
             raise TypeError(f"flexops.attention: score_mod must give a score that it computed from its arguments, got {type(result).__name__}")
@@ -149,8 +214,24 @@ class ScoreMod:
         provider_texts.add(self.number, f"#define FLEXOPS_SCORE {self.text}\n")
         known[self.number] = self
 
-    def __call__(self, score: Tensor, *at: Tensor) -> tuple[Tensor, Tensor]:
-        """The score, and its derivative by ``score``: of broadcastable tensors."""
+    def words(self, device: torch.device) -> Tensor | None:
+        """What kernels look things up in, as it is now; None if that is nothing."""
+        if not self._tensors:
+            return None
+        for name, tensor in self._tensors.items():
+            if tensor.device != device or tensor.requires_grad:
+                found = f"on {tensor.device}" if tensor.device != device else "one that requires a gradient, of which there is none"
+                raise ValueError(f"flexops.attention: score_mod must look things up in tensors on {device} without gradients, {name} is {found}")
+        tensors = [*self._tensors.values()]
+        if torch.compiler.is_compiling():
+            return _words(tensors)
+        state = [(id(tensor), tensor._version, tensor.shape) for tensor in tensors]
+        if self._words is None or self._words[0] != state:
+            self._words = state, _words(tensors)
+        return self._words[1]
+
+    def __call__(self, score: Tensor, *at: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The score, and its derivative by ``score``: of broadcastable tensors. ``words``: see above."""
         values: list[Any] = [score, *at]
         slopes: list[Any] = [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -174,6 +255,11 @@ class ScoreMod:
                 given = given if kind == "int" else [x.to(score.dtype) for x in given]
                 made = function(*given)
                 along = sum(factor * slope(arg) for factor, arg in zip(factors(*given), args, strict=True)) if kind == "float" else 0.0
+            elif name == "at":
+                assert words is not None
+                first, rows, columns = words[3 * args[0] : 3 * args[0] + 3].tolist()
+                found = words[first + given[1].clamp(0, rows - 1) * columns + given[2].clamp(0, columns - 1)]
+                made = found.view(torch.float32).to(score.dtype) if kind == "float" else found != 0 if kind == "bool" else found.long()
             elif name == "where":
                 made = torch.where(given[0], given[1].to(score.dtype), given[2].to(score.dtype))
                 along = torch.where(given[0], *(torch.as_tensor(slope(arg), dtype=score.dtype, device=score.device) for arg in args[1:]))
@@ -205,6 +291,8 @@ class ScoreMod:
             return f"{given[0]} {(_COMPARISONS.get(name) or _LOGIC[name])[0]} {given[1]}"
         if name == "not":
             return f"!{given[0]}"
+        if name == "at":
+            return {"float": "bit_cast<float>({})", "int": "{}", "bool": "({} != 0)"}[kind].format(f"score::at(words, {', '.join(given)})")
         if name in ("floordiv", "mod") or kind == "int":
             return f"score::{name}({', '.join(given)})"
         if name == "where":
@@ -212,21 +300,37 @@ class ScoreMod:
         return f"score::{name}({', '.join(f'Dual({one})' for one in given)})"
 
 
+def _table(trace: list[tuple[str, tuple[Any, ...], str]], number: int, tensor: Tensor, name: str) -> Table | Symbol:
+    table = Table(trace, number, tensor, name)
+    return table if tensor.dim() else table[()]
+
+
+def _words(tensors: Sequence[Tensor]) -> Tensor:
+    header, first = [], 3 * len(tensors)
+    for tensor in tensors:
+        columns = tensor.shape[-1] if tensor.dim() else 1
+        header += [first, tensor.shape[0] if tensor.dim() == 2 else 1, columns]
+        first += tensor.numel()
+    parts = [(x if x.dtype in _KINDS else x.float().view(torch.int32)).reshape(-1).to(torch.int32) for x in tensors]
+    return torch.cat([torch.tensor(header, dtype=torch.int32, device=parts[0].device), *parts])
+
+
 known: dict[int, ScoreMod] = {}
-"""Those of this process, by their numbers, which operators take."""
+"""One of each number, which operators take, of this process. What they look up is an argument of the operators."""
 
 
-@functools.lru_cache(maxsize=256)
-def _made(function: Function) -> ScoreMod:
-    return ScoreMod(function)
+@functools.lru_cache(maxsize=64)
+def _made(score_mod: Function | str, _captured: tuple[int, ...]) -> ScoreMod:
+    return ScoreMod(score_mod)
 
 
-def number_of(score_mod: Any) -> int:
-    """What operators take for it; 0 for None."""
-    if score_mod is None:
-        return 0
+def made(score_mod: Any) -> ScoreMod:
+    """What people may give, as kernels take it; made once, and again if a function's tensors are others."""
     if isinstance(score_mod, ScoreMod):
-        return score_mod.number
+        return score_mod
+    if isinstance(score_mod, str):
+        return _made(score_mod, ())
     if not callable(score_mod):
-        raise TypeError(f"flexops.attention: score_mod must be a function of (score, b, h, q, k) or a flexops.ScoreMod, got {type(score_mod).__name__}")
-    return _made(score_mod).number
+        found = type(score_mod).__name__
+        raise TypeError(f"flexops.attention: score_mod must be a function of (score, b, h, q, k), an expression or a flexops.ScoreMod, got {found}")
+    return _made(score_mod, tuple(map(id, _captured(score_mod).values())))

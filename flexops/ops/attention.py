@@ -25,7 +25,7 @@ from ._attention_reference import backward_fake, backward_reference, bias_fake, 
 from ._difference import difference
 from ._register import caller, define
 from ._score_mod import ScoreMod as ScoreMod
-from ._score_mod import number_of
+from ._score_mod import made
 from ._torch import builtin, register_flops
 
 
@@ -47,7 +47,7 @@ def attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    score_mod: Callable[..., Any] | str | ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(score(scale q k^T)) v``. Formulas: see the module.
 
@@ -72,9 +72,9 @@ def attention(
         return_lse: give ``lse`` too, which is differentiable.
         deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient in any order otherwise. On by itself under
             ``torch.use_deterministic_algorithms(True)``.
-        score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers (:class:`flexops.ScoreMod` says which), in place of ``softcap``,
-            ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled into the kernels when it is first seen, with its derivative. Under
-            ``torch.compile`` it must be a :class:`flexops.ScoreMod`, made outside.
+        score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers (:class:`flexops.ScoreMod` says which), or an expression of the same
+            as text, in place of ``softcap``, ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled into the kernels when it is first seen,
+            with its derivative. Under ``torch.compile`` it must be a :class:`flexops.ScoreMod`, made outside.
 
     Returns:
         the output, ``q``'s shape with ``v``'s ``head_dim``, contiguous; with ``return_lse`` also the log of the sum of ``e^score``, float32, ``[batch,
@@ -98,7 +98,12 @@ def attention(
         longest = longest_of(cu_seqlens_q, max_seqlen_q), longest_of(cu_seqlens_k, max_seqlen_k)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         fail("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k, got none")
-    number = score_mod.number if isinstance(score_mod, ScoreMod) else 0 if score_mod is None else number_of(score_mod)
+    number = 0
+    if score_mod is not None:
+        modifier = score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
+        if bias is not None or softcap or alibi_slopes is not None:
+            fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
+        number, bias = modifier.number, modifier.words(q.device)
     call = _composed if declined(q, v, number) else by_kernels
     out, lse = call(
         q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, *longest, scale, left, 0 if causal else right, float(softcap),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flexops import settings, toolchain
 from flexops.compute_capability import parse_arch_list
-from flexops.op_builder import builder, catalog, device_code, layout, loader, provider
+from flexops.op_builder import builder, catalog, device_code, layout, loader, provider, provider_texts
 from flexops.op_builder.cache import BuildCache
+from flexops.ops.attention import ScoreMod
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
@@ -42,6 +44,24 @@ def test_a_sample_of_the_rare_ones_compiles(library: Path, version: tuple[int, i
     for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
         entry = result.require()
         assert f".text.{entry.manifest.symbol}\0".encode() in entry.library.read_bytes()
+
+
+@pytest.mark.parametrize(("version", "architecture"), [((12, 1), "8.0"), ((13, 0), "9.0")])
+def test_score_modifiers_compile(library: Path, version: tuple[int, int], architecture: str, tmp_path: Path, require: Any) -> None:
+    """One that looks things up, in the kernels of every direction: forward, backward and for few queries."""
+    found = {(one.value.version.major, one.value.version.minor): one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
+    require(version in found, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
+    tables = {"bias": torch.ones(4, 79), "document": torch.arange(40), "keep": torch.ones(40, dtype=torch.bool)}
+    score_mod = ScoreMod("max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf", **tables)
+    one = parse_arch_list(architecture)[0]
+    kernels = {name.partition("<")[0]: name for name in rare_names(library) if name.endswith("Defined>") and device_code.fitted(name, one)}
+    if architecture == "8.0":
+        kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
+    assert len(kernels) == (3 if architecture == "8.0" else 5)
+    plans = [provider.plan_kernel(SPEC, name, one, found[version], provider_texts.of(score_mod.number)) for name in kernels.values()]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
+        result.require()
 
 
 def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -> None:

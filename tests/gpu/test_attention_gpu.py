@@ -163,6 +163,25 @@ def test_score_modifiers(score_mod: Any, columns: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_score_modifiers_that_look_things_up() -> None:
+    """By an expression and by a function with the tensors around it: relative bias, and sequences in one row; what changes later is seen."""
+    torch.manual_seed(0)
+    bias, document = torch.randn(4, 399, device="cuda"), (torch.arange(200, device="cuda") // 70).int()
+
+    def score_mod(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((document[q] == document[k]) & (q >= k), score + bias[h, q - k + 199], -math.inf)
+
+    text = flexops.ScoreMod("score + bias[h, q - k + 199] if document[q] == document[k] and q >= k else -inf", bias=bias, document=document)
+    for _ in range(2):
+        q, k, v = qkv(200, 200, 4, 2, 128)
+        expected, found = errors(q, k, v, score_mod=score_mod), flexops.attention(q, k, v, score_mod=text)
+        assert_close(expected, torch.bfloat16)
+        assert torch.equal(found, flexops.attention(q, k, v, score_mod=score_mod))  # type: ignore[arg-type]
+        bias.mul_(-1)
+        document.copy_(torch.arange(200, device="cuda") // 20)
+
+
+@pytest.mark.usefixtures("way")
 def test_sinks_and_gradients_of_log_sum_exp() -> None:
     assert_close(errors(*qkv(200, 300, 4, 2, 128), sinks=torch.randn(4, device="cuda"), causal=True, with_lse=True), torch.bfloat16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -206,6 +207,82 @@ def test_a_score_modifier_is_compiled_with_the_graph() -> None:
     assert score_mod.number == flexops.ScoreMod(lambda score, b, h, q, k: score * score).number  # noqa: ARG005
 
 
+TEXTS = {
+    "score * score": squared,
+    "score - 0.1 * (h + 1) * abs(q - k) if q >= k and not k // 16 % 3 == 1 else -inf": SCORE_MODS[1],
+    "where(0 <= q - k < 20 or k == 0, 5 * tanh(s / 5), -inf)": lambda score, b, h, q, k: torch.where(  # noqa: ARG005
+        ((q - k >= 0) & (q - k < 20)) | (k == 0), 5 * torch.tanh(score / 5), -torch.inf
+    ),
+    "max(min(score, 1.0), -1.0) + exp(-square(score)) ** 2": lambda score, b, h, q, k: torch.clamp(score, -1.0, 1.0) + torch.exp(-score * score) ** 2,  # noqa: ARG005
+}
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_score_modifier_may_be_a_text(text: str) -> None:
+    tensors = [x.requires_grad_() for x in draw(30, 40, 4, 2, 16)]
+    found = [flexops.attention(*tensors, score_mod=score_mod, return_lse=True) for score_mod in (text, TEXTS[text])]
+    gradients = [torch.autograd.grad(out.sum() + lse.masked_fill(lse == -torch.inf, 0).sum(), tensors) for out, lse in found]
+    for actual, expected in zip((*found[0], *gradients[0]), (*found[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+SLOPES, DOCUMENT, RELATIVE = torch.linspace(0.1, 0.9, 4), torch.arange(40) // 13, torch.randn(4, 79, generator=torch.Generator().manual_seed(5))
+CAP, KEEP = torch.tensor(2.0), torch.rand(2, 40, generator=torch.Generator().manual_seed(6)) > 0.3
+
+
+def alibi(score: Tensor, _b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score - SLOPES[h] * abs(q - k)
+
+
+def documents(score: Tensor, _b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((DOCUMENT[q] == DOCUMENT[k]) & (q >= k), score, -float("inf"))
+
+
+def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(KEEP[b, k], score + RELATIVE[h, q - k + 39], -1e4)
+
+
+def capped(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+    return CAP * torch.tanh(score / CAP)
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("score_mod", [alibi, documents, relative_bias, capped])
+def test_flex_attentions_own_functions(score_mod: Any, require: Any) -> None:
+    """With the tensors that they find outside of themselves, forward and backward."""
+    require(importlib.util.find_spec("torch.nn.attention.flex_attention") is not None, "torch 2.5 or newer", "its flex_attention")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tensors = [x.requires_grad_() for x in draw(40, 40, 4, 2, 16)]
+    grad = torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(1))
+    out = flexops.attention(*tensors, score_mod=score_mod)
+    gradients = torch.autograd.grad(out, tensors, grad)
+    q, k, v = (x.detach().transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in tensors)
+    torch.testing.assert_close(out, flex_attention(q, k, v, score_mod=score_mod).transpose(1, 2), atol=2e-5, rtol=1e-4)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    for actual, alone in zip(gradients, torch.autograd.grad(exact(*wide, score_mod=score_mod)[0], wide, grad.double()), strict=True):
+        assert distance_of(actual, alone) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+def test_tables_of_a_score_modifier_may_change() -> None:
+    q, k, v = draw(5, 6, 4, 2, 8)
+    slopes = torch.rand(4)
+    named, text = flexops.ScoreMod(lambda score, b, h, q, k, slopes: score * slopes[h], slopes=slopes), flexops.ScoreMod("score * slopes[h]", slopes=slopes)  # noqa: ARG005
+    assert named.number == text.number
+    for _ in range(2):
+        expected, _lse = exact(q, k, v, score_mod=lambda score, b, h, q, k: score * slopes[h])  # noqa: ARG005
+        for score_mod in (named, text, lambda score, b, h, q, k: score * slopes[h]):  # noqa: ARG005
+            torch.testing.assert_close(flexops.attention(q, k, v, score_mod=score_mod), expected)
+        slopes.mul_(3)
+    compiled = torch.compile(lambda *tensors: flexops.attention(*tensors, score_mod=text), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), flexops.attention(q, k, v, score_mod=text))
+    far = flexops.ScoreMod("score + slopes[q - k] + slopes[q + 100]", slopes=slopes)  # what is beyond the ends is the first and the last
+    expected, _lse = exact(q, k, v, score_mod=lambda score, b, h, q, k: score + slopes[(q - k).clamp(0, 3)] + slopes[3])  # noqa: ARG005
+    torch.testing.assert_close(flexops.attention(q, k, v, score_mod=far), expected)
+
+
 def test_what_a_score_modifier_may_not_do() -> None:
     q, k, v = draw(3, 4, 2, 2, 8)
     wrong = {
@@ -219,7 +296,21 @@ def test_what_a_score_modifier_may_not_do() -> None:
         with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod {message}"):
             flexops.attention(q, k, v, score_mod=function)
     with pytest.raises(TypeError, match="score_mod must be a function"):
-        flexops.attention(q, k, v, score_mod="s * s")  # type: ignore[arg-type]
+        flexops.attention(q, k, v, score_mod=3)  # type: ignore[arg-type]
+    texts = {
+        "be an expression in Python's syntax, got": "q < k ? score : 0",
+        "be made of score, b, h, q, k, inf, numbers, operators and abs, .* got 'slopes'": "score * slopes[h]",
+        "be made of .* got \"open\\('x'\\)\"": "open('x')",
+        "be made of .* got 'score.real'": "score.real",
+        "look up slopes by 1 integers": "score + slopes[q, k]",
+        "look things up in .* tensors of one or two dimensions, slopes is": "score",
+    }
+    for message, text in texts.items():
+        tables = {"slopes": torch.ones((2,) if "look up" in message else (1, 1, 2))} if "look" in message else {}
+        with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod must {message}"):
+            flexops.attention(q, k, v, score_mod=flexops.ScoreMod(text, **tables))
+    with pytest.raises(ValueError, match="slopes is one that requires a gradient"):
+        flexops.attention(q, k, v, score_mod=flexops.ScoreMod("score * slopes[h]", slopes=torch.ones(2, requires_grad=True)))
     with pytest.raises(ValueError, match="score_mod must come without softcap, bias and alibi_slopes"):
         flexops.attention(q, k, v, score_mod=squared, softcap=2.0)
 
