@@ -12,14 +12,14 @@ constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column al
 
 // [erf]
 const Kernels<Biased> kBiased[2] = {
-    {kernel<biased<float, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyElement, false>>},
-    {kernel<biased<float, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyElement, true>>}};
+    {kernel<biased<float, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyHalf, false>>, rare_kernel<biased<AnyElement, false>>},
+    {kernel<biased<float, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyHalf, true>>, rare_kernel<biased<AnyElement, true>>}};
 const Kernels<Summed> kBiasedSums[2] = {{kernel<biased_sums<float, false>>, kernel<biased_sums<f16, false>>,
-                                         kernel<biased_sums<bf16, false>>, kernel<biased_sums<AnyElement, false>>},
+                                         kernel<biased_sums<bf16, false>>, rare_kernel<biased_sums<AnyElement, false>>},
                                         {kernel<biased_sums<float, true>>, kernel<biased_sums<f16, true>>, kernel<biased_sums<bf16, true>>,
-                                         kernel<biased_sums<AnyElement, true>>}};
+                                         rare_kernel<biased_sums<AnyElement, true>>}};
 const Kernels<Biased> kBiasedBackward = {kernel<biased_backward<float>>, kernel<biased_backward<AnyHalf>>, kernel<biased_backward<AnyHalf>>,
-                                         kernel<biased_backward<AnyElement>>};
+                                         rare_kernel<biased_backward<AnyElement>>};
 
 bool takes_vectors(const BiasedActivation& c) {
   const int64_t n = 16 / element_size(c.type);

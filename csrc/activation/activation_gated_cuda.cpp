@@ -10,12 +10,12 @@ using namespace activation;
 
 // [pairs]
 const Kernels<Gated> kGated[2] = {
-    {kernel<gated<float, false>>, kernel<gated<AnyHalf, false>>, kernel<gated<AnyHalf, false>>, kernel<gated<AnyElement, false>>},
-    {kernel<gated<float, true>>, kernel<gated<AnyHalf, true>>, kernel<gated<AnyHalf, true>>, kernel<gated<AnyElement, true>>}};
+    {kernel<gated<float, false>>, kernel<gated<AnyHalf, false>>, kernel<gated<AnyHalf, false>>, rare_kernel<gated<AnyElement, false>>},
+    {kernel<gated<float, true>>, kernel<gated<AnyHalf, true>>, kernel<gated<AnyHalf, true>>, rare_kernel<gated<AnyElement, true>>}};
 const Kernels<Gated> kGatedBackward[2] = {{kernel<gated_backward<float, false>>, kernel<gated_backward<AnyHalf, false>>,
-                                           kernel<gated_backward<AnyHalf, false>>, kernel<gated_backward<AnyElement, false>>},
+                                           kernel<gated_backward<AnyHalf, false>>, rare_kernel<gated_backward<AnyElement, false>>},
                                           {kernel<gated_backward<float, true>>, kernel<gated_backward<AnyHalf, true>>,
-                                           kernel<gated_backward<AnyHalf, true>>, kernel<gated_backward<AnyElement, true>>}};
+                                           kernel<gated_backward<AnyHalf, true>>, rare_kernel<gated_backward<AnyElement, true>>}};
 
 /// All that vectors are read from and written to.
 bool all_aligned(const GatedActivation& c) {

@@ -102,9 +102,13 @@ struct Same {
 
 template <auto function>
 inline constexpr auto kernel = detail::typed<function>(function);
-#if !FLEXOPS_HIP
-/// A kernel that builds ahead of time leave out, because there are too many of its kind: it is compiled when it is first launched.
+/// A kernel that builds ahead of time leave out, because few calls launch it: it is compiled when it is first launched. Where that cannot
+/// be, last_error() tells of it and the reference stands in: nothing of the call may have been launched before that writes to its
+/// arguments.
 template <auto function>
+#if FLEXOPS_HIP
+inline constexpr auto rare_kernel = kernel<function>;
+#else
 inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
 #endif
 
@@ -335,6 +339,16 @@ template <typename... A>
 void launch(const KernelOf<A...>& kernel, const LaunchConfig& config, const typename detail::Same<A>::type&... arguments) {
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   detail::start(*kernel.kernel, config, pointers);
+}
+
+/// Whether the kernel can be had on the current GPU, if that is not known yet; last_error() tells why not.
+template <typename... A>
+bool ready(const KernelOf<A...>& kernel) {
+#if FLEXOPS_HIP
+  return (void)kernel, true;
+#else
+  return detail::find(*kernel.kernel) != nullptr;
+#endif
 }
 
 /// nullptr, or the text of the first thing that has gone wrong on this thread since the last call.

@@ -151,7 +151,7 @@ const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const Qu
     launch(kColumnQuantizers, p, quant::kColumnThreads / p.lanes, quant::kColumnThreads, stream);
   } else {
     plan_any(p, layout, x, packed);
-    launch(kernel<quant::quantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
+    launch(rare_kernel<quant::quantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }
@@ -169,7 +169,7 @@ const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out
     launch(kColumnDequantizers, p, quant::kPartThreads, quant::kPartThreads, stream);
   } else {
     plan_any(p, layout, out, packed);
-    launch(kernel<quant::dequantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
+    launch(rare_kernel<quant::dequantize_any>, p, quant::kAnyThreads / p.lanes, quant::kAnyThreads, stream);
   }
   return last_error();
 }

@@ -100,7 +100,7 @@ const char* rope_cuda(const Rope& c, void* stream) {
   const int64_t groups = plan_groups(p, c.batch * c.length);
   p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2] || groups > kMostInY;
   const KernelOf<rope::Params> kernels[] = {kernel<rope::rotate<float>>, kernel<rope::rotate<f16>>, kernel<rope::rotate<bf16>>};
-  const KernelOf<rope::Params>& chosen = vectors ? kernels[static_cast<int>(c.type)] : kernel<rope::rotate_elements<AnyElement>>;
+  const KernelOf<rope::Params>& chosen = vectors ? kernels[static_cast<int>(c.type)] : rare_kernel<rope::rotate_elements<AnyElement>>;
   // In pieces whose items 31 bits can count, and whose blocks the grid can.
   const int64_t most = (p.heads_first ? kMostInY * rope::kThreads : int64_t{1} << 30) / items;
   const int64_t positions = most < 1 ? 1 : least(c.length, most), batches = most < positions ? 1 : least(c.batch, most / positions);

@@ -38,6 +38,9 @@ def build(
     target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`), with its torch and compiler.")] = None,
     arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX", with what is here.')] = None,
     device: Annotated[Device | None, typer.Option(help="Build for this device type only.")] = None,
+    rare: Annotated[
+        bool, typer.Option("--rare", help="Also kernels of dtypes, shapes and options that few calls have, which else are compiled at their first launch.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Also copy the libraries and their manifests here.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -60,7 +63,7 @@ def build(
     chosen = replace(chosen, max_jobs=jobs or chosen.max_jobs)
     registered.load_for(tuple(ops or ()))
     with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
-        results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, out=out, progress=report)
+        results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, rare=rare, out=out, progress=report)
     if as_json:
         typer.echo(json.dumps([_as_dict(result) for result in results], indent=1))
     else:

@@ -24,6 +24,7 @@ def build(
     *,
     devices: Sequence[DeviceType] | None = None,
     arch_list: str | None = None,
+    rare: bool = False,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Result]:
@@ -32,6 +33,7 @@ def build(
     Args:
         devices: device types to build for; by default ``cpu``, and ``cuda`` where there is an NVRTC that matches torch.
         arch_list: what ``TORCH_CUDA_ARCH_LIST`` would say; it need not be this machine's GPU.
+        rare: also kernels of dtypes, shapes and options that few calls have, which else are compiled when they are first launched.
         out: also copy each library and its manifest to ``<out>/<op>-<device>/``.
 
     Raises:
@@ -39,7 +41,7 @@ def build(
     """
     if arch_list is not None:
         chosen = replace(chosen, arch_list=arch_list)
-    results = build_specs(catalog.select(names), devices if devices is not None else default_devices(chosen), chosen, progress=progress)
+    results = build_specs(catalog.select(names), devices if devices is not None else default_devices(chosen), chosen, rare=rare, progress=progress)
     if out is not None:
         for result in results:
             if result.entry:
@@ -48,7 +50,7 @@ def build(
 
 
 def build_specs(
-    specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, *, progress: Progress | None = None, kernels: bool = True
+    specs: Sequence[OpSpec], devices: Sequence[DeviceType], chosen: Settings, *, progress: Progress | None = None, kernels: bool = True, rare: bool = False
 ) -> list[Result]:
     """The libraries of these specs, together; with those for CUDA also their kernels (unless not ``kernels``), for ``chosen.arch_list`` or the GPUs here.
 
@@ -66,17 +68,17 @@ def build_specs(
     results = builder.obtain(plans, cache, progress=progress, debug=chosen.log == "debug")
     for (spec, device), result in zip(pairs, results, strict=True):
         loader.share(spec, device, cache, result.entry if not result.cached else None)
-    return _with_kernels(pairs, results, choice, chosen, progress) if choice else results
+    return _with_kernels(pairs, results, choice, chosen, rare, progress) if choice else results
 
 
 def _with_kernels(
-    pairs: Sequence[tuple[OpSpec, DeviceType]], results: list[Result], choice: provider.Choice, chosen: Settings, progress: Progress | None
+    pairs: Sequence[tuple[OpSpec, DeviceType]], results: list[Result], choice: provider.Choice, chosen: Settings, rare: bool, progress: Progress | None
 ) -> list[Result]:
     """The results with the kernels that their libraries name; a kernel that fails fails its library."""
     plans: dict[int, list[device_code.KernelPlan]] = {}
     for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
         if device == "cuda" and result.entry:
-            names = device_code.names_in(result.entry.library)
+            names = [*device_code.names_in(result.entry.library), *(device_code.rare_names_in(result.entry.library) if rare else ())]
             each = list(device_code.single(choice.architectures))
             wanted = [(name, one) for one in each if spec.runs_on(one.capability) for name in names if device_code.fitted(name, one)]
             plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for name, one in wanted]

@@ -100,6 +100,12 @@ def names_in(library: Path) -> list[str]:
     return sorted({expression_of(match[0]) for match in _NAME.finditer(library.read_bytes())})
 
 
+def rare_names_in(library: Path) -> list[str]:
+    """The others: kernels of dtypes, shapes and options that few calls have."""
+    content = library.read_bytes()
+    return sorted({expression_of(match[0]) for match in _RARE_NAME.finditer(content)} - {expression_of(match[0]) for match in _NAME.finditer(content)})
+
+
 def expression_of(name: bytes) -> str:
     """A kernel's expression from the name that its library has for it.
 

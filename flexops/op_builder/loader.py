@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .remote import Remote
 
 DISPATCHED = ("cpu", "cuda")
+NO_CODE = "flexops has no code of the kernel"
+"""What the error of a launch begins with whose kernel cannot be had."""
 Backend = Literal["aot", "jit", "reference", "unasked"]
 
 
@@ -63,6 +65,9 @@ _lock = _fork.Lock()
 _INSTALLED, _CACHED = "compiled at install", "found in the cache"
 _statuses: dict[tuple[str, str], OpStatus] = {}
 _declined: dict[tuple[str, str, str], OpStatus] = {}
+_lacking: set[str] = set()
+when_lacking: Callable[[str], None] | None = None
+"""Called once for a family that is loaded for CUDA, of whose rare kernels some are not compiled, where none can be compiled."""
 
 
 def ensure(op: str, device: str) -> bool:
@@ -80,6 +85,8 @@ def ensure(op: str, device: str) -> bool:
             if status is None:
                 status = _statuses[op, device] = _resolve(catalog.find(op), device)
                 _announce(status)
+                if status.backend != "reference" and op in _lacking and when_lacking:
+                    when_lacking(op)
     if status.backend == "reference" and settings.current().fallback == "forbid":
         raise NativeUnavailableError(
             f"flexops has no native {op} kernels for {device}, and FLEXOPS_FALLBACK=forbid", found=status.reason,
@@ -88,7 +95,7 @@ def ensure(op: str, device: str) -> bool:
     return status.backend != "reference"
 
 
-def decline(op: str, device: str, reason: str) -> None:
+def decline(op: str, device: str, reason: str, fix: str = "docs/attention.md") -> None:
     """Record that native kernels do not take what a call gave, and what computes it instead. Said once, as a fallback is.
 
     Raises:
@@ -97,7 +104,7 @@ def decline(op: str, device: str, reason: str) -> None:
     if (op, device, reason) not in _declined:
         _announce(_declined.setdefault((op, device, reason), OpStatus(op, device, "reference", reason)))
     if settings.current().fallback == "forbid":
-        raise NativeUnavailableError(f"flexops has no native {op} kernels for this, and FLEXOPS_FALLBACK=forbid", found=reason, fix="docs/attention.md")
+        raise NativeUnavailableError(f"flexops has no native {op} kernels for this, and FLEXOPS_FALLBACK=forbid", found=reason, fix=fix)
 
 
 def status() -> tuple[OpStatus, ...]:
@@ -382,4 +389,8 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
             why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
     # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its launch, if it is launched.
     refusal = provider.incomplete(entry.library, spec, capabilities, made, some=settings.current().fallback == "forbid")
-    return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix) if refusal else None
+    if refusal:
+        return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix)
+    if provider.lacks_rare(entry.library, spec, capabilities, made):
+        _lacking.add(spec.name)
+    return None

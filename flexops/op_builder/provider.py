@@ -53,7 +53,7 @@ class FamilyKernel(NamedTuple):
         return other_headers(self.spec, self.made, files)
 
     def mend(self, capability: ComputeCapability) -> str:
-        return f'flexops build {self.spec.name} --arch "{capability}"'
+        return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
 AnyKernel = FamilyKernel | device_code.TextKernel
@@ -141,7 +141,17 @@ def incomplete(
     library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = (), *, some: bool = False
 ) -> Refusal | None:
     """None if every kernel of a library (``some``: at least one) is compiled already for every GPU here; else how many are not."""
-    names = device_code.names_in(library)
+    return _lacking(device_code.names_in(library), spec, capabilities, made, some=some)
+
+
+def lacks_rare(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = ()) -> bool:
+    """Whether a kernel of those that few calls launch is not compiled for a GPU here."""
+    return _lacking(device_code.rare_names_in(library), spec, capabilities, made) is not None
+
+
+def _lacking(
+    names: list[str], spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...], *, some: bool = False
+) -> Refusal | None:
     for capability in capabilities:
         wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
         architectures = [*machine_code(capability), *ptx(capability)]
@@ -185,7 +195,7 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
             refusals.append(Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(refusal.reason for refusal in refusals)
-    raise NativeUnavailableError(f"flexops has no code of the kernel {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
+    raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
 
 
 def _entries(

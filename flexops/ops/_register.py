@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ _libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
+_families: dict[str, list[Any]] = {}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[Any, Any] = {}
@@ -92,6 +94,8 @@ def define(
     library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
     register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
+    if native:
+        _families.setdefault(project.label(family), []).append(op)
     if hidden:
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     below: Callable[..., Any] = functools.partial(_below_autograd, builtin(op))
@@ -366,3 +370,37 @@ def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..
         return reference(*args, **kwargs)
 
     return entry
+
+
+def _stand_in(family: str, key: str = "CUDA") -> None:
+    """Let the references stand in for kernels that few calls launch, where these are not compiled and nothing may compile them.
+
+    Native kernels raise before they have launched anything then. With a torch older than 2.9, which gives nobody the kernel that another takes the
+    place of, that is all.
+    """
+    get_kernel: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None:
+        return
+    for op in _families.get(family, ()):
+        if has_kernel(op._schema.name, key):
+            namespace, _, name = op._schema.name.partition("::")
+            standing = _standing(family, get_kernel(op, key).call_boxed, references[op])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch warns of what is meant here
+                _libraries[namespace].impl(name, standing, key, with_keyset=True, allow_override=True)
+
+
+def _standing(family: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    def call(keys: Any, *args: Any) -> Any:
+        try:
+            return kernel(keys, *args)
+        except RuntimeError as error:
+            if loader.NO_CODE not in str(error):
+                raise
+            loader.decline(family, "cuda", str(error), f"flexops build {family} --rare")
+            return reference(*args)
+
+    return call
+
+
+loader.when_lacking = _stand_in

@@ -28,16 +28,12 @@ def library(host_compiler: Any) -> Path:  # noqa: ARG001
     return builder.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0].require().library
 
 
-def rare_names(library: Path) -> list[str]:
-    return sorted({device_code.expression_of(match[0]) for match in device_code._RARE_NAME.finditer(library.read_bytes())})
-
-
 @pytest.mark.parametrize(("version", "architecture", "start"), [((12, 1), "8.9", 5), ((13, 0), "9.0", 11)])
 def test_a_sample_of_the_rare_ones_compiles(library: Path, version: tuple[int, int], architecture: str, start: int, tmp_path: Path, require: Any) -> None:
     found = {(one.value.version.major, one.value.version.minor): one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
     require(version in found, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
     one = parse_arch_list(architecture)[0]
-    names = [name for name in rare_names(library)[start::25] if device_code.fitted(name, one)]
+    names = [name for name in device_code.rare_names_in(library)[start::25] if device_code.fitted(name, one)]
     assert len(names) > 3
     plans = [provider.plan_kernel(SPEC, name, one, found[version]) for name in names]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
@@ -65,7 +61,7 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
 
 
 def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -> None:
-    ahead, rare = device_code.names_in(library), rare_names(library)
+    ahead, rare = device_code.names_in(library), device_code.rare_names_in(library)
     assert not set(ahead) & set(rare)
     assert all(name.endswith("Plain>") for name in ahead if not re.search("_before|_after|_combine", name))
     tilings = [name for name in ahead if name.endswith("Plain>")]
@@ -75,7 +71,7 @@ def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -
 
 def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
     ampere, hopper, ptx = parse_arch_list("8.9")[0], parse_arch_list("9.0")[0], parse_arch_list("9.0+PTX")[0]._replace(sass=False)
-    for name in (*device_code.names_in(library), *rare_names(library)):
+    for name in (*device_code.names_in(library), *device_code.rare_names_in(library)):
         kernel = name.partition("<")[0].rpartition("::")[2]
         header = device_code._defining_header(tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),))
         own = "common/hopper.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()

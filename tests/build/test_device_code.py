@@ -76,7 +76,9 @@ def test_every_kernel_that_a_library_names_compiles(
     require(version in compilers, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
     names = device_code.names_in(libraries[family])
     assert names
-    if family == "attention" and version == OLDEST:
+    if family != "attention":  # of whose rare ones test_attention_kernels.py takes a sample
+        names += device_code.rare_names_in(libraries[family])
+    elif version == OLDEST:
         names = [name for name in names if "bf16" in name]  # they take a minute, and float16's are the same but for the name of a type
     wanted = parse_arch_list(architecture)[0]
     if not SPECS[family].runs_on(wanted.capability):  # attention needs mma.sync of 8.0: the oldest that it runs on, then
@@ -118,7 +120,8 @@ def test_which_families_older_gpus_run() -> None:
 
 def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
     """What headers define as kernels, launchers launch; and the other way round the compiler sees to it."""
-    launched = {re.sub(r"<.*", "", name) for library in libraries.values() for name in device_code.names_in(library)}
+    named = (device_code.names_in, device_code.rare_names_in)
+    launched = {re.sub(r"<.*", "", name) for library in libraries.values() for names in named for name in names(library)}
     defined = set()
     for header in CSRC.glob("*/*.cuh"):
         text = header.read_text()

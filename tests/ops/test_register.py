@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
+from flexops import settings
+from flexops.errors import NativeUnavailableError
+from flexops.op_builder import loader
+from flexops.ops import _register
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -201,3 +206,34 @@ assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit",
 """
     path = Path(flexops.__file__).parent / "ops/_torch.py"
     subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=300)
+
+
+def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU, whose kernel says here what a launch does."""
+    library = torch.library.Library("flexops_standing", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    op = torch.ops.flexops_standing.twice.default
+
+    def native(x: Tensor) -> Tensor:
+        if x.numel() == 3:
+            raise RuntimeError(f"{loader.NO_CODE} twice<odd> for a GPU of capability 9.0")
+        if x.numel() == 5:
+            raise RuntimeError("x is too long")
+        return x * 2
+
+    library.impl("twice", native, "CPU")
+    torch.library.register_fake("flexops_standing::twice", torch.empty_like, lib=library)
+    monkeypatch.setitem(_register._libraries, "flexops_standing", library)
+    monkeypatch.setitem(_register._families, "standing", [op])
+    monkeypatch.setitem(_register.references, op, lambda x: x + x + 100)
+    _register._stand_in("standing", "CPU")
+    assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.warns(loader.FallbackWarning, match="twice<odd>"):
+        assert torch.equal(op(torch.ones(3)), torch.full((3,), 102.0))
+    assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(3)), torch.full((3,), 102.0))
+    with pytest.raises(RuntimeError, match="too long"):
+        op(torch.ones(5))
+    forbidding = replace(settings.current(), fallback="forbid")
+    monkeypatch.setattr(settings, "current", lambda: forbidding)
+    with pytest.raises(NativeUnavailableError, match="twice<odd>"):
+        op(torch.ones(3))
