@@ -18,48 +18,17 @@
 
 namespace flexops::activation {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_ACT_THREADS)
-#define FLEXOPS_ACT_THREADS 64
-#endif
-#if !defined(FLEXOPS_ACT_ROWS)
-#define FLEXOPS_ACT_ROWS 2
-#endif
-#if !defined(FLEXOPS_ACT_BACKWARD_ROWS)
-#define FLEXOPS_ACT_BACKWARD_ROWS 1
-#endif
-#if !defined(FLEXOPS_ACT_GATED_ROWS)
-#define FLEXOPS_ACT_GATED_ROWS 1
-#endif
-#if !defined(FLEXOPS_ACT_GATED_BACKWARD_ROWS)
-#define FLEXOPS_ACT_GATED_BACKWARD_ROWS 1
-#endif
-#if !defined(FLEXOPS_ACT_SUM_THREADS)
-#define FLEXOPS_ACT_SUM_THREADS 128
-#endif
-#if !defined(FLEXOPS_ACT_SUM_ROWS)
-#define FLEXOPS_ACT_SUM_ROWS 4
-#endif
-#if !defined(FLEXOPS_ACT_SUM_BLOCKS)
-#define FLEXOPS_ACT_SUM_BLOCKS 4
-#endif
-
-#if !defined(FLEXOPS_ACT_LOAD)
-#define FLEXOPS_ACT_LOAD normal
-#endif
-#if !defined(FLEXOPS_ACT_STORE)
-#define FLEXOPS_ACT_STORE normal
-#endif
-
+// Tuned on one H200.
+//
 // Not Cache::streaming, though each byte is touched once: where the second-level cache is full of what other kernels left there, lines that
 // are to be evicted first have little room in it, and that costs 5 %.
-inline constexpr Cache kLoad = Cache::FLEXOPS_ACT_LOAD, kStore = Cache::FLEXOPS_ACT_STORE;
-inline constexpr int kThreads = FLEXOPS_ACT_THREADS;
-inline constexpr int kRows = FLEXOPS_ACT_ROWS, kBackwardRows = FLEXOPS_ACT_BACKWARD_ROWS;  // of a thread: loads in flight
-inline constexpr int kGatedRows = FLEXOPS_ACT_GATED_ROWS, kGatedBackwardRows = FLEXOPS_ACT_GATED_BACKWARD_ROWS;
-inline constexpr int kSumThreads = FLEXOPS_ACT_SUM_THREADS;  // with a bias's gradient: at most
-inline constexpr int kSumRows = FLEXOPS_ACT_SUM_ROWS;        // of a thread, at once
-inline constexpr int kSumBlocks = FLEXOPS_ACT_SUM_BLOCKS;    // a multiprocessor
+inline constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+inline constexpr int kThreads = 64;
+inline constexpr int kRows = 2, kBackwardRows = 1;  // of a thread: loads in flight
+inline constexpr int kGatedRows = 1, kGatedBackwardRows = 1;
+inline constexpr int kSumThreads = 128;  // with a bias's gradient: at most
+inline constexpr int kSumRows = 4;       // of a thread, at once
+inline constexpr int kSumBlocks = 4;     // a multiprocessor
 inline constexpr int kTotalColumns = 32, kTotalThreads = 256;
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
@@ -183,40 +152,10 @@ FLEXOPS_DEVICE void differentiate_all(float (&x)[N], const Function& f, float (&
   }
 }
 
-// ---- elements -------------------------------------------------------------------------------------------------------
-
-/// float16 or bfloat16, which is told at run time.
-struct AnyHalf {
-  u16 bits;
-};
-
 template <typename T>
-inline constexpr bool kIsAccurate = sizeof(T) != 2;  // AnyElement's too
+inline constexpr bool kIsAccurate = sizeof(T) != 2;
 
-template <typename T, int N>
-FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<T, N>& in, ElementType) {
-  widen(out, in);
-}
-template <int N>
-FLEXOPS_DEVICE void to_floats(float (&out)[N], const Vec<AnyHalf, N>& in, ElementType type) {
-  if (type == ElementType::bf16) {
-    widen(out, bit_cast<Vec<bf16, N>>(in));
-  } else {
-    widen(out, bit_cast<Vec<f16, N>>(in));
-  }
-}
-
-/// Writes N numbers, rounded to T or to what `type` tells.
-template <typename T, int N>
-FLEXOPS_DEVICE void put_floats(void* to, i64 index, const float (&value)[N], ElementType type) {
-  if constexpr (sizeof(T) != 2) {
-    put<T, N, kStore>(to, index, value, type);
-  } else if (type == ElementType::bf16) {
-    put<bf16, N, kStore>(to, index, value, type);
-  } else {
-    put<f16, N, kStore>(to, index, value, type);
-  }
-}
+// ---- where a thread works -------------------------------------------------------------------------------------------
 
 /// Where a thread works. By rows: in the same columns of `take` neighbouring rows. Flat: a tensor without gaps is a matrix of one vector a
 /// row, and a thread's rows are a block's threads apart. So that element `column` of row(u) is at row(u) * stride + column in both.

@@ -4,16 +4,16 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-enum class ActivationType : uint8_t { f32, f16, bf16 };
 enum class Activation : uint8_t { silu, gelu_tanh, gelu_erf };
 
 /// act(x + bias), or its gradient. x and grad are [rows, columns] with rows `x_stride` and `grad_stride` apart; `out` is contiguous.
 struct BiasedActivation {
   Activation activation;
-  ActivationType type, bias_type;
+  ElementType type, bias_type;
   int64_t rows, columns;
   int64_t x_stride, grad_stride;
   const void* x;
@@ -31,7 +31,7 @@ struct BiasedActivation {
 /// up_grad) alternate in memory, from `gate` (`gate_grad`) on, and strides count elements of that memory. `out` is contiguous.
 struct GatedActivation {
   Activation activation;
-  ActivationType type;
+  ElementType type;
   bool pairs;
   int64_t rows, columns;
   int64_t gate_stride, up_stride, grad_stride;

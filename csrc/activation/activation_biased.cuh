@@ -15,7 +15,7 @@ struct Biased {
   u32 take;         // rows of a thread, at most kRows
   bool flat;        // see Walk
   Function function;
-  ElementType type, bias_type;
+  ElementType bias_type;
 };
 
 template <int N>
@@ -36,14 +36,13 @@ struct Bias {
 };
 
 /// The activation. A kernel for each shape of it: one with both is 5 % slower for gelu(erf).
-template <typename T, bool kErf>
+template <typename T, bool kErf, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT Biased p) {
-  constexpr int N = kPerVector<T>;
   const Walk w = walk_of<N>(p);
-  Elements<T, N> x[kRows];
+  Vec<T, N> x[kRows];
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    if (u < p.take && w.row(u) < p.rows) x[u] = fetch<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column), p.type);
+    if (u < p.take && w.row(u) < p.rows) x[u] = load<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column));
   }
   Bias<N> raw;
   raw.load(p.bias, w.column, p.bias_type);
@@ -53,24 +52,23 @@ __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT B
   for (int u = 0; u < kRows; ++u) {
     if (u >= p.take || w.row(u) >= p.rows) return;
     float value[N];
-    to_floats(value, x[u], p.type);
+    widen(value, x[u]);
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = activate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
-    put_floats<T>(p.out, place(w.row(u), p.columns, w.column), value, p.type);
+    store<T, kStore>(p.out, place(w.row(u), p.columns, w.column), value);
   }
 }
 
 /// The gradient of x.
-template <typename T>
+template <typename T, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kThreads) biased_backward(const FLEXOPS_GRID_CONSTANT Biased p) {
-  constexpr int N = kPerVector<T>;
   const Walk w = walk_of<N>(p);
-  Elements<T, N> x[kBackwardRows], grad[kBackwardRows];
+  Vec<T, N> x[kBackwardRows], grad[kBackwardRows];
 #pragma unroll
   for (int u = 0; u < kBackwardRows; ++u) {
     if (u < p.take && w.row(u) < p.rows) {
-      x[u] = fetch<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column), p.type);
-      grad[u] = fetch<T, N, kLoad>(p.grad, place(w.row(u), p.grad_stride, w.column), p.type);
+      x[u] = load<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column));
+      grad[u] = load<T, N, kLoad>(p.grad, place(w.row(u), p.grad_stride, w.column));
     }
   }
   Bias<N> raw;
@@ -81,14 +79,14 @@ __global__ void __launch_bounds__(kThreads) biased_backward(const FLEXOPS_GRID_C
   for (int u = 0; u < kBackwardRows; ++u) {
     if (u >= p.take || w.row(u) >= p.rows) return;
     float value[N], outer[N], unused[N];
-    to_floats(value, x[u], p.type);
+    widen(value, x[u]);
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] += bias[i];
     differentiate_all<kIsAccurate<T>>(value, p.function, unused);
-    to_floats(outer, grad[u], p.type);
+    widen(outer, grad[u]);
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] *= outer[i];
-    put_floats<T>(p.out, place(w.row(u), p.columns, w.column), value, p.type);
+    store<T, kStore>(p.out, place(w.row(u), p.columns, w.column), value);
   }
 }
 
@@ -105,15 +103,13 @@ struct Summed {
   int chunks;  // blocks a row
   int lanes;   // rows of a block
   Function function;
-  ElementType type, bias_type;
+  ElementType bias_type;
 };
 
 /// The gradients of x and bias. A block has `chunk` vectors of `lanes` rows, and goes down the rows; all blocks together are on
 /// neighbouring rows. What a thread adds up stays in registers; the block's lanes are added in order, its sums are row `slice` of p.sums.
-/// A kernel for each type and shape: one for both types of 16 bits is 2 to 4 % slower.
-template <typename T, bool kErf>
+template <typename T, bool kErf, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CONSTANT Summed p) {
-  constexpr int N = kPerVector<T>;
   __shared__ float shared[kSumThreads * N];
   const int slice = static_cast<int>(blockIdx.x) / p.chunks, chunk = static_cast<int>(blockIdx.x) - slice * p.chunks;
   const int lane = static_cast<int>(threadIdx.x) / p.chunk, within = static_cast<int>(threadIdx.x) - lane * p.chunk;
@@ -127,13 +123,13 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
     raw.widen_to(bias, p.bias, p.bias_type);
 #pragma unroll 1
     for (i64 row = static_cast<i64>(slice) * p.lanes + lane; row < p.rows; row += step * kSumRows) {
-      Elements<T, N> x[kSumRows], grad[kSumRows];
+      Vec<T, N> x[kSumRows], grad[kSumRows];
 #pragma unroll
       for (int u = 0; u < kSumRows; ++u) {
         const i64 here = row + u * step;
         if (here < p.rows) {
-          x[u] = fetch<T, N, kLoad>(p.x, here * p.x_stride + column, p.type);
-          grad[u] = fetch<T, N, kLoad>(p.grad, here * p.grad_stride + column, p.type);
+          x[u] = load<T, N, kLoad>(p.x, here * p.x_stride + column);
+          grad[u] = load<T, N, kLoad>(p.grad, here * p.grad_stride + column);
         }
       }
 #pragma unroll
@@ -149,7 +145,7 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
             value[i] = outer[i] * differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
             sum[i] += value[i];
           }
-          put<T, N, kStore>(p.out, here * p.columns + column, value, p.type);
+          store<T, kStore>(p.out, here * p.columns + column, value);
         }
       }
     }
@@ -168,9 +164,9 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
   if (!inside || lane != 0) return;
   if (p.bias_grad) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) put_one(p.bias_grad, column + i, sum[i], p.bias_type);
+    for (int i = 0; i < N; ++i) store_any(p.bias_grad, column + i, sum[i], p.bias_type);
   } else {
-    put<float, N, Cache::normal>(p.sums, slice * p.columns + column, sum, ElementType::f32);
+    store<float>(p.sums, slice * p.columns + column, sum);
   }
 }
 
@@ -190,7 +186,7 @@ __global__ void __launch_bounds__(kTotalThreads) bias_gradient(const FLEXOPS_GRI
   if (lane != 0 || column >= p.columns) return;
 #pragma unroll
   for (int other = 1; other < kLanes; ++other) sum += shared[other][within];
-  put_one(p.bias_grad, column, sum, p.bias_type);
+  store_any(p.bias_grad, column, sum, p.bias_type);
 }
 
 }  // namespace flexops::activation

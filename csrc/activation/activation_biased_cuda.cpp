@@ -11,15 +11,12 @@ using namespace activation;
 constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column alone
 
 // [erf]
-const Kernels<Biased> kBiased[2] = {
-    {kernel<biased<float, false>>, kernel<biased<AnyHalf, false>>, kernel<biased<AnyHalf, false>>, rare_kernel<biased<AnyElement, false>>},
-    {kernel<biased<float, true>>, kernel<biased<AnyHalf, true>>, kernel<biased<AnyHalf, true>>, rare_kernel<biased<AnyElement, true>>}};
-const Kernels<Summed> kBiasedSums[2] = {{kernel<biased_sums<float, false>>, kernel<biased_sums<f16, false>>,
-                                         kernel<biased_sums<bf16, false>>, rare_kernel<biased_sums<AnyElement, false>>},
-                                        {kernel<biased_sums<float, true>>, kernel<biased_sums<f16, true>>, kernel<biased_sums<bf16, true>>,
-                                         rare_kernel<biased_sums<AnyElement, true>>}};
-const Kernels<Biased> kBiasedBackward = {kernel<biased_backward<float>>, kernel<biased_backward<AnyHalf>>, kernel<biased_backward<AnyHalf>>,
-                                         rare_kernel<biased_backward<AnyElement>>};
+const Kernels<Biased> kBiased[2] = {{FLEXOPS_EACH_TYPE(kernel, biased, false), FLEXOPS_EACH_TYPE(rare_kernel, biased, false, 1)},
+                                    {FLEXOPS_EACH_TYPE(kernel, biased, true), FLEXOPS_EACH_TYPE(rare_kernel, biased, true, 1)}};
+const Kernels<Summed> kBiasedSums[2] = {
+    {FLEXOPS_EACH_TYPE(kernel, biased_sums, false), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, false, 1)},
+    {FLEXOPS_EACH_TYPE(kernel, biased_sums, true), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, true, 1)}};
+const Kernels<Biased> kBiasedBackward = {FLEXOPS_EACH_TYPE(kernel, biased_backward), FLEXOPS_EACH_TYPE(rare_kernel, biased_backward, 1)};
 
 bool takes_vectors(const BiasedActivation& c) {
   const int64_t n = 16 / element_size(c.type);
@@ -39,8 +36,8 @@ void launch_biased(const BiasedActivation& c, bool vectors, bool flat, void* str
   p.x_stride = flat ? p.columns : static_cast<u32>(c.x_stride), p.grad_stride = flat ? p.columns : static_cast<u32>(c.grad_stride);
   p.flat = flat;
   p.function = function_of(c.activation);
-  p.type = static_cast<ElementType>(c.type), p.bias_type = static_cast<ElementType>(c.bias_type);
-  const auto& kernel = (c.grad ? kBiasedBackward : kBiased[p.function.erf])[vectors ? static_cast<int>(c.type) : kAny];
+  p.bias_type = c.bias_type;
+  const auto& kernel = (c.grad ? kBiasedBackward : kBiased[p.function.erf]).of(vectors, c.type);
   const auto move = [size](Biased& part, int64_t by) {
     advance(part.x, by * part.x_stride * size), advance(part.grad, by * part.grad_stride * size),
         advance(part.out, by * part.columns * size);
@@ -71,7 +68,7 @@ Summed plan_sums(const BiasedActivation& c) {
   p.x = c.x, p.bias = c.bias, p.grad = c.grad, p.out = c.out;
   p.rows = c.rows, p.columns = c.columns, p.x_stride = c.x_stride, p.grad_stride = c.grad_stride;
   p.function = function_of(c.activation);
-  p.type = static_cast<ElementType>(c.type), p.bias_type = static_cast<ElementType>(c.bias_type);
+  p.bias_type = c.bias_type;
   p.vectors = takes_vectors(c) ? c.columns * element_size(c.type) / 16 : c.columns;
   constexpr int64_t kMost = kSumThreads / 2;
   const int64_t chunks = ceil_div(p.vectors, kMost), chunk = ceil_div(p.vectors, chunks);
@@ -94,7 +91,7 @@ void add_sums(Summed p, const BiasedActivation& c, void* stream) {
 
 void launch_sums(const BiasedActivation& c, void* stream) {
   Summed p = plan_sums(c);
-  const auto& kernel = kBiasedSums[p.function.erf][takes_vectors(c) ? static_cast<int>(c.type) : kAny];
+  const auto& kernel = kBiasedSums[p.function.erf].of(takes_vectors(c), c.type);
   launch(kernel, {blocks(p.slices * p.chunks), blocks(ceil_div(int64_t{p.chunk} * p.lanes, 64) * 64), stream}, p);
   if (p.sums) add_sums(p, c, stream);
 }
@@ -103,7 +100,7 @@ const char* run(const BiasedActivation& c, void* stream) {
   if (c.rows * c.columns == 0) {
     if (!c.bias_grad || c.columns == 0) return nullptr;
     Summed none = {};
-    none.columns = c.columns, none.bias_type = static_cast<ElementType>(c.bias_type);
+    none.columns = c.columns, none.bias_type = c.bias_type;
     add_sums(none, c, stream);
   } else if (is_flat(c)) {
     launch_flat(c, stream);

@@ -10,10 +10,10 @@ namespace {
 using Maybe = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
-ActivationType type_of(const char* op, const char* argument, Dtype dtype) {
+ElementType type_of(const char* op, const char* argument, Dtype dtype) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ActivationType::f32 : dtype == Dtype::f16 ? ActivationType::f16 : ActivationType::bf16;
+  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
 }
 
 void check_like(const char* op, const char* argument, const Tensor& tensor, Dtype dtype, const Tensor& like, const char* name) {

@@ -66,12 +66,12 @@ static_assert(kTile % kLanes == 0);
 static bool makes_registers(int64_t count) { return count % kLanes == 0; }
 
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
-[[gnu::noinline]] static const float* widen(const void* from, int64_t offset, int64_t count, ActivationType type, float* buffer) {
-  if (type == ActivationType::f32) {
+[[gnu::noinline]] static const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
+  if (type == ElementType::f32) {
     const float* floats = static_cast<const float*>(from) + offset;
     if (makes_registers(count)) return floats;
     memcpy(buffer, floats, static_cast<size_t>(count) * sizeof(float));
-  } else if (type == ActivationType::bf16) {
+  } else if (type == ElementType::bf16) {
     bf16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
   } else {
     f16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
@@ -81,14 +81,14 @@ static bool makes_registers(int64_t count) { return count % kLanes == 0; }
 }
 
 /// Where floats that become elements are put together: in place, or in `buffer`. `narrow` then finishes it.
-static float* place_for(void* to, int64_t offset, int64_t count, ActivationType type, float* buffer) {
-  return type == ActivationType::f32 && makes_registers(count) ? static_cast<float*>(to) + offset : buffer;
+static float* place_for(void* to, int64_t offset, int64_t count, ElementType type, float* buffer) {
+  return type == ElementType::f32 && makes_registers(count) ? static_cast<float*>(to) + offset : buffer;
 }
 
-[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ActivationType type) {
-  if (type == ActivationType::bf16) {
+[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ElementType type) {
+  if (type == ElementType::bf16) {
     float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else if (type == ActivationType::f16) {
+  } else if (type == ElementType::f16) {
     float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
   } else if (from != static_cast<float*>(to) + offset) {
     memcpy(static_cast<float*>(to) + offset, from, static_cast<size_t>(count) * sizeof(float));
@@ -128,7 +128,7 @@ static void with_activation(Activation which, F f) {
 void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
-    const bool paired = c.type == ActivationType::bf16 && c.bias && c.bias_type == ActivationType::bf16;
+    const bool paired = c.type == ElementType::bf16 && c.bias && c.bias_type == ElementType::bf16;
     alignas(64) float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / tiles;
@@ -165,7 +165,7 @@ constexpr int64_t kJoined = 4;
 
 /// Whether a tile's elements, and their sums, are worked on in pairs of registers.
 static bool in_pairs(const BiasedActivation& c, int64_t count) {
-  const bool bf16 = c.type == ActivationType::bf16 && c.bias && c.bias_type == ActivationType::bf16;
+  const bool bf16 = c.type == ElementType::bf16 && c.bias && c.bias_type == ElementType::bf16;
   return kLanes == 16 && bf16 && count % (2 * kLanes) == 0;
 }
 
@@ -257,7 +257,7 @@ void bias_gradient_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
     memset(sum, 0, sizeof sum);
     memset(part, 0, sizeof part);
     for (int64_t slice = 0; slice < c.slices; ++slice) {
-      const float* from = widen(c.sums, slice * c.columns + column, count, ActivationType::f32, buffer);
+      const float* from = widen(c.sums, slice * c.columns + column, count, ElementType::f32, buffer);
       for (int64_t i = 0; i < count; i += kLanes) store_floats(part + i, load_floats(part + i) + load_floats(from + i));
       if ((slice + 1) % kPart == 0 || slice + 1 == c.slices) add_part(sum, part, count);
     }
@@ -288,7 +288,7 @@ struct Gates {
 void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
-    const bool paired = c.type == ActivationType::bf16 && !c.pairs;
+    const bool paired = c.type == ElementType::bf16 && !c.pairs;
     Gates in;
     alignas(64) float out_buffer[kTile];
     for (int64_t item = begin; item < end; ++item) {
@@ -319,7 +319,7 @@ void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) 
 void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
   const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
-    const bool paired = c.type == ActivationType::bf16 && !c.pairs;
+    const bool paired = c.type == ElementType::bf16 && !c.pairs;
     Gates in;
     alignas(64) float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
     for (int64_t item = begin; item < end; ++item) {

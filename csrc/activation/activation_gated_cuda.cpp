@@ -9,13 +9,11 @@ namespace {
 using namespace activation;
 
 // [pairs]
-const Kernels<Gated> kGated[2] = {
-    {kernel<gated<float, false>>, kernel<gated<AnyHalf, false>>, kernel<gated<AnyHalf, false>>, rare_kernel<gated<AnyElement, false>>},
-    {kernel<gated<float, true>>, kernel<gated<AnyHalf, true>>, kernel<gated<AnyHalf, true>>, rare_kernel<gated<AnyElement, true>>}};
-const Kernels<Gated> kGatedBackward[2] = {{kernel<gated_backward<float, false>>, kernel<gated_backward<AnyHalf, false>>,
-                                           kernel<gated_backward<AnyHalf, false>>, rare_kernel<gated_backward<AnyElement, false>>},
-                                          {kernel<gated_backward<float, true>>, kernel<gated_backward<AnyHalf, true>>,
-                                           kernel<gated_backward<AnyHalf, true>>, rare_kernel<gated_backward<AnyElement, true>>}};
+const Kernels<Gated> kGated[2] = {{FLEXOPS_EACH_TYPE(kernel, gated, false), FLEXOPS_EACH_TYPE(rare_kernel, gated, false, 1)},
+                                  {FLEXOPS_EACH_TYPE(kernel, gated, true), FLEXOPS_EACH_TYPE(rare_kernel, gated, true, 1)}};
+const Kernels<Gated> kGatedBackward[2] = {
+    {FLEXOPS_EACH_TYPE(kernel, gated_backward, false), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, false, 1)},
+    {FLEXOPS_EACH_TYPE(kernel, gated_backward, true), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, true, 1)}};
 
 /// All that vectors are read from and written to.
 bool all_aligned(const GatedActivation& c) {
@@ -49,7 +47,6 @@ void launch_gated(const GatedActivation& c, bool vectors, bool flat, void* strea
   p.grad_stride = stride(c.grad_stride, false), p.out_stride = stride(c.out_stride, true);
   p.flat = flat;
   p.function = function_of(c.activation);
-  p.type = static_cast<ElementType>(c.type);
   const auto& kernels = (c.grad ? kGatedBackward : kGated)[c.pairs];
   const auto move = [size](Gated& part, int64_t by) {
     advance(part.gate, by * part.gate_stride * size), advance(part.up, by * part.up_stride * size);
@@ -57,7 +54,7 @@ void launch_gated(const GatedActivation& c, bool vectors, bool flat, void* strea
     advance(part.grad, by * part.grad_stride * size), advance(part.out, by * part.columns * size);
   };
   const int most = (c.grad ? kGatedBackwardRows : kGatedRows) * (c.pairs ? 2 : 1);
-  launch_rows(kernels[vectors ? static_cast<int>(c.type) : kAny], p, rows, c.columns / w, most, move, stream);
+  launch_rows(kernels.of(vectors, c.type), p, rows, c.columns / w, most, move, stream);
 }
 
 /// Contiguous tensors: whole vectors, then what is left.

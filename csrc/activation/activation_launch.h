@@ -7,8 +7,6 @@
 
 namespace flexops::activation {
 
-inline int element_size(ActivationType type) { return type == ActivationType::f32 ? 4 : 2; }
-
 template <typename T>
 void advance(T*& pointer, int64_t bytes) {
   if (pointer) pointer = static_cast<T*>(static_cast<char*>(const_cast<void*>(static_cast<const void*>(pointer))) + bytes);
@@ -36,9 +34,12 @@ void launch_rows(const KernelOf<P>& kernel, P p, int64_t rows, int64_t vectors, 
 constexpr int64_t kLongestRow = int64_t{1} << 30;
 constexpr const char* kTooLong = "rows of more than 2^30 elements must follow each other without gaps";
 
-/// A kernel for each type, then AnyElement's.
+/// A kernel that takes vectors of elements, and one that takes single ones, for each type.
 template <typename P>
-using Kernels = KernelOf<P>[4];
-constexpr int kAny = 3;
+struct Kernels {
+  KernelOf<P> vectors[3], elements[3];
+
+  const KernelOf<P>& of(bool by_vectors, ElementType type) const { return (by_vectors ? vectors : elements)[static_cast<int>(type)]; }
+};
 
 }  // namespace flexops::activation

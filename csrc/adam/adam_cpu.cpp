@@ -50,18 +50,18 @@ static void update_block(float* param, const float* grad, float* exp_avg, float*
   }
 }
 
-static void widen(Real type, const void* from, int64_t offset, float* to, int64_t count) {
+static void widen(ElementType type, const void* from, int64_t offset, float* to, int64_t count) {
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == Real::bf16) {
+  if (type == ElementType::bf16) {
     bf16_to_float(bits, to, count);
   } else {
     f16_to_float(bits, to, count);
   }
 }
 
-static void narrow(Real type, const float* from, void* to, int64_t offset, int64_t count) {
+static void narrow(ElementType type, const float* from, void* to, int64_t offset, int64_t count) {
   uint16_t* bits = static_cast<uint16_t*>(to) + offset;
-  if (type == Real::bf16) {
+  if (type == ElementType::bf16) {
     float_to_bf16(from, bits, count);
   } else {
     float_to_f16(from, bits, count);
@@ -74,7 +74,7 @@ static void unscale(float* grad, float scale, int64_t count) {
 
 /// The block's gradients as floats: in place, or in `buffer`. A grad_scale is taken out of the tensor, too.
 static const float* fetch_grads(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count, float* buffer) {
-  const bool is_float = t.type[kAdamGrad] == Real::f32;
+  const bool is_float = t.type[kAdamGrad] == ElementType::f32;
   float* grad = is_float ? static_cast<float*>(t.array[kAdamGrad]) + begin : buffer;
   if (!is_float) widen(t.type[kAdamGrad], t.array[kAdamGrad], begin, grad, count);
   if (s.grad_scale != 0.0f) {
@@ -86,7 +86,7 @@ static const float* fetch_grads(const TensorRow& t, const AdamStep& s, int64_t b
 
 /// The new parameters in their second dtype, past the caches: nobody on this CPU reads them soon, and the bytes decide.
 static void write_copy(const TensorRow& t, const float* param, int64_t begin, int64_t count) {
-  if (t.type[kAdamCopy] == Real::f32) {
+  if (t.type[kAdamCopy] == ElementType::f32) {
     streaming_copy(static_cast<float*>(t.array[kAdamCopy]) + begin, param, count * 4);
     return;
   }
@@ -105,7 +105,7 @@ static float* fetch_state(const TensorRow& t, AdamArray k, int64_t begin, int64_
 /// Back from its buffer to where it came from. `shift`: which half of the random numbers rounds it, if they do.
 static void put_state(const TensorRow& t, const AdamStep& s, AdamArray k, float* values, int64_t begin, int64_t count, int shift) {
   if (t.is_f32(k)) return;
-  if (s.stochastic && shift >= 0 && t.type[k] == Real::bf16) {
+  if (s.stochastic && shift >= 0 && t.type[k] == ElementType::bf16) {
     Words lanes, bits;
     for (int k = 0; k < kLanes; ++k) lanes[k] = static_cast<uint32_t>(k);
     for (int64_t i = 0; i < count; i += kLanes) {  // whole registers: the buffer has room, and what is behind `count` goes nowhere
@@ -120,7 +120,7 @@ static void put_state(const TensorRow& t, const AdamStep& s, AdamArray k, float*
 
 static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count) {
   alignas(64) float grads[kBlock], params[kBlock], averages[kBlock], squares[kBlock], largest[kBlock];
-  const bool is_float = t.type[kAdamParam] == Real::f32;
+  const bool is_float = t.type[kAdamParam] == ElementType::f32;
   const float* grad = fetch_grads(t, s, begin, count, grads);
   float* param = is_float ? static_cast<float*>(t.array[kAdamParam]) + begin : params;
   if (!is_float) widen(t.type[kAdamParam], t.array[kAdamParam], begin, param, count);

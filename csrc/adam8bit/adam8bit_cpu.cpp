@@ -148,7 +148,7 @@ inline void encode(Block& b, float factor1, float factor2, uint32_t seed) {
 }
 
 inline void fetch(const TensorRow& row, int k, int64_t at, float* to, int64_t count) {
-  if (row.type[k] == Real::f32) {
+  if (row.type[k] == ElementType::f32) {
     memcpy(to, static_cast<const float*>(row.array[k]) + at, static_cast<size_t>(count) * 4);
   } else {
     widen_real(row.type[k], row.array[k], at, to, count);
@@ -156,7 +156,7 @@ inline void fetch(const TensorRow& row, int k, int64_t at, float* to, int64_t co
 }
 
 inline void put(const TensorRow& row, int k, int64_t at, const float* from, int64_t count) {
-  if (row.type[k] == Real::f32) {
+  if (row.type[k] == ElementType::f32) {
     memcpy(static_cast<float*>(row.array[k]) + at, from, static_cast<size_t>(count) * 4);
   } else {
     narrow_real(row.type[k], from, row.array[k], at, count);
@@ -168,7 +168,7 @@ inline void put(const TensorRow& row, int k, int64_t at, const float* from, int6
 void adam8bit_cpu(const TensorRow& row, const Adam8bitStep& step, int64_t begin, int64_t end) {
   const Adam8bitStep s = step;
   const uint32_t step_seed = hash(s.step);
-  const bool wide = row.type[kAdam8bitParam] == Real::f32 && row.type[kAdam8bitGrad] == Real::f32;
+  const bool wide = row.type[kAdam8bitParam] == ElementType::f32 && row.type[kAdam8bitGrad] == ElementType::f32;
   Block b;
   Buffer buffer;
   for (int64_t at = begin; at < end; at += kBlock) {

@@ -56,6 +56,16 @@ FLEXOPS_DEVICE f16 from_float<f16>(float value) {
 #endif
 }
 
+/// The number in a word's low half (0) or high half (1).
+template <typename T>
+FLEXOPS_DEVICE float half_of(u32 word, int half) {
+  return to_float(T{static_cast<u16>(word >> (half * 16))});
+}
+template <>
+FLEXOPS_DEVICE float half_of<bf16>(u32 word, int half) {
+  return bit_cast<float>(half ? word & 0xffff0000u : word << 16);
+}
+
 /// Two numbers as one word, the first in its low half.
 template <typename T>
 FLEXOPS_DEVICE u32 pack2(float low, float high) {

@@ -1,10 +1,11 @@
-// Elements of fp32, fp16 or bf16 as floats: N at once where the type is known when compiling, one at a time where it is told at run time.
+// Elements of float, f16 or bf16: the one vocabulary of kernels for what they read, compute with and write.
 //
-//   auto raw = fetch<bf16, 8>(pointer, index, type);     // one 16-byte access; nothing is converted yet
-//   float value[8];  widen(value, raw);
-//   put<bf16>(out, index, value, type);
+//   auto raw = load<bf16, 8>(pointer, index);       // one access of 16 bytes; nothing is converted yet, so that many can be under way
+//   float value[8];  widen(value, raw);             // to float32
+//   store<bf16>(out, index, value);                 // rounded to nearest even, in one access
+//   Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
 //
-// With AnyElement for the type and N = 1, `type` decides.
+// Of a type that is told at run time, one at a time: load_any, store_any, round_any.
 #pragma once
 
 #include "common/device.cuh"
@@ -14,37 +15,63 @@
 
 namespace flexops {
 
-/// Stands for a type that is told at run time.
-struct AnyElement {};
-
-namespace detail {
-template <typename T>
-struct Stored {
-  using type = T;
-};
-template <>
-struct Stored<AnyElement> {  // converted when it is fetched
-  using type = float;
-};
-}  // namespace detail
-
-/// N elements as they are fetched.
-template <typename T, int N>
-using Elements = Vec<typename detail::Stored<T>::type, N>;
-
 /// How many elements make 16 bytes.
 template <typename T>
-inline constexpr int kPerVector = sizeof(T) == 4 ? 4 : 8;
-template <>
-inline constexpr int kPerVector<AnyElement> = 1;
+inline constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-FLEXOPS_DEVICE float fetch_one(const void* from, i64 index, ElementType type) {
+/// Elements [index, index + N), in one access.
+template <typename T, int N, Cache cache = Cache::normal>
+FLEXOPS_DEVICE Vec<T, N> load(const void* from, i64 index) {
+  return load<cache>(reinterpret_cast<const Vec<T, N>*>(static_cast<const T*>(from) + index));
+}
+
+template <typename T, int N>
+FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<T, N>& in) {
+  if constexpr (sizeof(T) == 4 || N == 1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(in.at[i]);
+  } else {
+    const auto words = bit_cast<Vec<u32, N / 2>>(in);
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = half_of<T>(words.at[i / 2], i % 2);
+  }
+}
+
+template <typename T, int N>
+FLEXOPS_DEVICE Vec<T, N> round(const float (&in)[N]) {
+  Vec<T, N> out;
+  if constexpr (sizeof(T) == 4 || N == 1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.at[i] = from_float<T>(in[i]);
+    return out;
+  } else {
+    Vec<u32, N / 2> words;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) words.at[i] = pack2<T>(in[2 * i], in[2 * i + 1]);
+    return bit_cast<Vec<T, N>>(words);
+  }
+}
+
+/// Writes N numbers, rounded to T, up to 16 bytes at a time.
+template <typename T, Cache cache = Cache::normal, int N>
+FLEXOPS_DEVICE void store(void* to, i64 index, const float (&value)[N]) {
+  constexpr int kPart = N < kPerVector<T> ? N : kPerVector<T>;
+#pragma unroll
+  for (int i = 0; i < N; i += kPart) {
+    float part[kPart];
+#pragma unroll
+    for (int k = 0; k < kPart; ++k) part[k] = value[i + k];
+    store<cache>(reinterpret_cast<Vec<T, kPart>*>(static_cast<T*>(to) + index + i), round<T>(part));
+  }
+}
+
+FLEXOPS_DEVICE float load_any(const void* from, i64 index, ElementType type) {
   if (type == ElementType::bf16) return to_float(static_cast<const bf16*>(from)[index]);
   if (type == ElementType::f16) return to_float(static_cast<const f16*>(from)[index]);
   return static_cast<const float*>(from)[index];
 }
 
-FLEXOPS_DEVICE void put_one(void* to, i64 index, float value, ElementType type) {
+FLEXOPS_DEVICE void store_any(void* to, i64 index, float value, ElementType type) {
   if (type == ElementType::bf16) {
     static_cast<bf16*>(to)[index] = from_float<bf16>(value);
   } else if (type == ElementType::f16) {
@@ -54,73 +81,25 @@ FLEXOPS_DEVICE void put_one(void* to, i64 index, float value, ElementType type) 
   }
 }
 
-/// Elements [index, index + N), in one access.
-template <typename T, int N, Cache cache = Cache::streaming>
-FLEXOPS_DEVICE Elements<T, N> fetch(const void* from, i64 index, ElementType type) {
-  if constexpr (kPerVector<T> == 1) {
-    Elements<T, N> out;
-#pragma unroll
-    for (int i = 0; i < N; ++i) out.at[i] = fetch_one(from, index + i, type);
-    return out;
-  } else {
-    return load<cache>(reinterpret_cast<const Vec<T, N>*>(static_cast<const T*>(from) + index));
-  }
+/// The nearest number of that type.
+FLEXOPS_DEVICE float round_any(float value, ElementType type) {
+  if (type == ElementType::bf16) return to_float(from_float<bf16>(value));
+  if (type == ElementType::f16) return to_float(from_float<f16>(value));
+  return value;
 }
 
-template <int N>
-FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<float, N>& in) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = in.at[i];
-}
-template <int N>
-FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<bf16, N>& in) {
-  const auto words = bit_cast<Vec<u32, N / 2>>(in);
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(i % 2 ? words.at[i / 2] & 0xffff0000u : words.at[i / 2] << 16);
-}
-template <int N>
-FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<f16, N>& in) {
-  const auto words = bit_cast<Vec<u32, N / 2>>(in);
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = to_float(f16{static_cast<u16>(words.at[i / 2] >> (i % 2 * 16))});
-}
-
-/// Writes N numbers, rounded to T, 16 bytes at a time (fewer if they are fewer).
-template <typename T, int N, Cache cache = Cache::streaming>
-FLEXOPS_DEVICE void put(void* to, i64 index, const float (&value)[N], ElementType type) {
-  if constexpr (kPerVector<T> == 1) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) put_one(to, index + i, value[i], type);
-  } else if constexpr (sizeof(T) == 4) {
-    constexpr int kPart = N < 4 ? N : 4;
-#pragma unroll
-    for (int i = 0; i < N; i += kPart) {
-      Vec<T, kPart> part;
-#pragma unroll
-      for (int k = 0; k < kPart; ++k) part.at[k] = value[i + k];
-      store<cache>(reinterpret_cast<Vec<T, kPart>*>(static_cast<T*>(to) + index + i), part);
-    }
-  } else {
-    Vec<u32, N / 2> words;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) words.at[i] = pack2<T>(value[2 * i], value[2 * i + 1]);
-    store<cache>(reinterpret_cast<Vec<u32, N / 2>*>(static_cast<T*>(to) + index), words);
-  }
-}
-
-/// N neighbouring numbers of a small tensor that many threads read, as they are fetched. Its type is told at run time; if N is more than 1,
-/// its address and `index` are multiples of 16 bytes and of N.
+/// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are loaded. Its type is told at run time; if
+/// N is more than 1, its address and `index` are multiples of 16 bytes and of N.
 template <int N>
 struct Shared {
   Vec < u32, N<4 ? N : 4> words[N < 4 ? 1 : N / 4];
 
   FLEXOPS_DEVICE void load(const void* from, i64 index, ElementType type) {
     if constexpr (N == 1) {
-      words[0].at[0] = bit_cast<u32>(fetch_one(from, index, type));
+      words[0].at[0] = bit_cast<u32>(load_any(from, index, type));
     } else if (type == ElementType::f32) {
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i)
-        words[i] = flexops::load<Cache::normal>(reinterpret_cast<const Vec<u32, 4>*>(static_cast<const float*>(from) + index + 4 * i));
+      for (int i = 0; i < N / 4; ++i) words[i] = flexops::load<u32, 4>(from, index + 4 * i);
     } else {
       const auto halves = flexops::load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(static_cast<const u16*>(from) + index));
 #pragma unroll
@@ -133,10 +112,10 @@ struct Shared {
       for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(words[i / 4].at[i % 4]);
     } else if (type == ElementType::bf16) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(i % 2 ? words[0].at[i / 2] & 0xffff0000u : words[0].at[i / 2] << 16);
+      for (int i = 0; i < N; ++i) out[i] = half_of<bf16>(words[0].at[i / 2], i % 2);
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = to_float(f16{static_cast<u16>(words[0].at[i / 2] >> (i % 2 * 16))});
+      for (int i = 0; i < N; ++i) out[i] = half_of<f16>(words[0].at[i / 2], i % 2);
     }
   }
 };

@@ -15,7 +15,8 @@
 #include <stdlib.h>
 
 #include "common/current_gpu.h"
-#include "common/device.cuh"
+#include "common/dtypes.cuh"
+#include "common/element_type.h"
 #if !FLEXOPS_HIP
 #include <dlfcn.h>
 
@@ -111,6 +112,10 @@ inline constexpr auto rare_kernel = kernel<function>;
 #else
 inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
 #endif
+
+/// A kernel of each type, by ElementType: FLEXOPS_EACH_TYPE(rare_kernel, scale, true) is {rare_kernel<scale<float, true>>, ...}.
+#define FLEXOPS_EACH_TYPE(which, name, ...) \
+  {which<name<float, ##__VA_ARGS__>>, which<name<f16, ##__VA_ARGS__>>, which<name<bf16, ##__VA_ARGS__>>}
 
 // ---- the driver ------------------------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,9 @@
 
 #include <stdint.h>
 
-namespace flexops {
+#include "common/element_type.h"
 
-/// The dtypes of a parameter, its gradient and its copy.
-enum class Real : uint8_t { f32, f16, bf16 };
+namespace flexops {
 
 /// One tensor of each of an op's lists: a parameter, say, with its gradient and its states, in the order that the op gives them. All arrays
 /// hold `numel` elements in the same order in memory, unless the op says otherwise.
@@ -15,10 +14,10 @@ struct TensorRow {
   void* array[kMostArrays];  // nullptr where an optional one is absent
   float* step;               // how many steps were made before this one; nullptr if the op counts none
   int64_t numel;
-  Real type[kMostArrays];
+  ElementType type[kMostArrays];
 
-  bool is_f32(int k) const { return array[k] == nullptr || type[k] == Real::f32; }
-  bool is_bf16(int k) const { return type[k] == Real::bf16; }
+  bool is_f32(int k) const { return array[k] == nullptr || type[k] == ElementType::f32; }
+  bool is_bf16(int k) const { return type[k] == ElementType::bf16; }
 };
 
 /// The numbers that every optimizer's step takes.

@@ -140,7 +140,7 @@ class TensorTable {
       const Tensor& tensor = column.tensors[i];
       row.array[k++] = same || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
     }
-    for (; k < TensorRow::kMostArrays; ++k) row.array[k] = nullptr, row.type[k] = Real::f32;
+    for (; k < TensorRow::kMostArrays; ++k) row.array[k] = nullptr, row.type[k] = ElementType::f32;
   }
 
   static bool has_shape(const Tensor& tensor, const int64_t* sizes, int64_t dim) {
@@ -161,16 +161,16 @@ class TensorTable {
     for (size_t i = 1; joined && i < rows_.size(); ++i) rows_[i].step = rows_[0].step + i;
   }
 
-  Real type_of(const TensorColumn& column, size_t i, const Tensor& tensor) const {
+  ElementType type_of(const TensorColumn& column, size_t i, const Tensor& tensor) const {
     const Dtype dtype = tensor.dtype();
     if (!column.any_width) {
       FLEXOPS_CHECK(dtype == column.dtype, op_, ": ", name_of(column.name, i), " must be ", dtype_name(column.dtype), ", got ",
                     dtype_name(dtype));
-      return Real::f32;
+      return ElementType::f32;
     }
     FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16, op_, ": ", name_of(column.name, i),
                   " must be float32, bfloat16 or float16, got ", dtype_name(dtype));
-    return dtype == Dtype::f32 ? Real::f32 : dtype == Dtype::bf16 ? Real::bf16 : Real::f16;
+    return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::bf16 ? ElementType::bf16 : ElementType::f16;
   }
 
   void* replace(const Tensor& tensor, bool written) {

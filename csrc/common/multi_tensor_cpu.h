@@ -13,18 +13,18 @@ namespace flexops::FLEXOPS_ISA {
 // 16-bit data goes through float buffers of this many elements: few enough for a block to stay in the first-level cache.
 constexpr int64_t kRowBlock = 256;
 
-static inline void widen_real(Real type, const void* from, int64_t offset, float* to, int64_t count) {
+static inline void widen_real(ElementType type, const void* from, int64_t offset, float* to, int64_t count) {
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == Real::bf16) {
+  if (type == ElementType::bf16) {
     bf16_to_float(bits, to, count);
   } else {
     f16_to_float(bits, to, count);
   }
 }
 
-static inline void narrow_real(Real type, const float* from, void* to, int64_t offset, int64_t count) {
+static inline void narrow_real(ElementType type, const float* from, void* to, int64_t offset, int64_t count) {
   uint16_t* bits = static_cast<uint16_t*>(to) + offset;
-  if (type == Real::bf16) {
+  if (type == ElementType::bf16) {
     float_to_bf16(from, bits, count);
   } else {
     float_to_f16(from, bits, count);
@@ -54,7 +54,7 @@ static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin
     const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
     float* at[Rule::kArrays];
     for (int k = 0; k < Rule::kArrays; ++k) {
-      const bool wide = !(Rule::kTyped >> k & 1) || row.type[k] == Real::f32;
+      const bool wide = !(Rule::kTyped >> k & 1) || row.type[k] == ElementType::f32;
       at[k] = wide ? static_cast<float*>(row.array[k]) + from : buffers[k];
       if (!wide && Rule::kReads >> k & 1) widen_real(row.type[k], row.array[k], from, buffers[k], count);
     }

@@ -33,7 +33,7 @@ uint16_t make_flags(const TensorRow& row) {
   for (int k = 0; k < Rule::kArrays; ++k) {
     const bool typed = (Rule::kTyped >> k & 1) != 0, wide = !typed || row.is_f32(k);
     aligned = aligned && (reinterpret_cast<uintptr_t>(row.array[k]) & (wide ? 15 : 7)) == 0;
-    if (typed) flags |= (wide ? kFloat : row.type[k] == Real::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
+    if (typed) flags |= (wide ? kFloat : row.type[k] == ElementType::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
   }
   return static_cast<uint16_t>(flags | (aligned ? kAligned : 0));
 }

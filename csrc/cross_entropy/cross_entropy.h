@@ -4,15 +4,14 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
-
-enum class LogitsType : uint8_t { f32, f16, bf16 };
 
 /// N rows of V logits; row r starts at element r * stride.
 struct Logits {
   int64_t rows, length, stride;
-  LogitsType type;
+  ElementType type;
   int64_t ignore_index;
   float smoothing, z_loss;
 };
@@ -50,7 +49,8 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
 const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
                                         void* out, const Logits& shape, void* stream);
 /// values[r, :] *= factors[r], or factors[0]; nothing is read or written where that is 1. `values` is contiguous.
-const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t length, const float* factors, bool each_row, void* stream);
+const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length, const float* factors, bool each_row,
+                            void* stream);
 
 /// Rows [begin, end): losses and statistics, and the gradient, times its factor and divided by `divisor`, over the logits.
 FLEXOPS_ISA_DECLARE(void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float divisor, bool write_gradient,
@@ -58,6 +58,6 @@ FLEXOPS_ISA_DECLARE(void cross_entropy_cpu(void* logits, const int64_t* target, 
 FLEXOPS_ISA_DECLARE(void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const LossStats& stats,
                                                     const GradientFactors& factors, float divisor, void* out, const Logits& shape,
                                                     int64_t begin, int64_t end))
-FLEXOPS_ISA_DECLARE(void scale_rows_cpu(void* values, LogitsType type, int64_t begin, int64_t end, float factor))
+FLEXOPS_ISA_DECLARE(void scale_rows_cpu(void* values, ElementType type, int64_t begin, int64_t end, float factor))
 
 }  // namespace flexops

@@ -14,11 +14,11 @@ struct Options {
   int64_t reduction;  // 0: none, 1: sum, 2: mean
 };
 
-LogitsType logits_type(const char* op, const char* argument, const Tensor& tensor) {
+ElementType logits_type(const char* op, const char* argument, const Tensor& tensor) {
   const Dtype dtype = tensor.dtype();
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? LogitsType::f32 : dtype == Dtype::f16 ? LogitsType::f16 : LogitsType::bf16;
+  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
 }
 
 bool together(const Tensor& a, const Tensor& b) { return on_this_device_type(a) && a.device_index() == b.device_index(); }
@@ -161,7 +161,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
 
 void scale_rows_(Tensor values, Tensor factors) {
   const char* op = "flexops::scale_rows_";
-  const LogitsType type = logits_type(op, "values", values);
+  const ElementType type = logits_type(op, "values", values);
   FLEXOPS_CHECK(values.dim() >= 1 && values.is_contiguous(), op, ": values must be contiguous, got shape ", shape_text(values));
   const int64_t rows = values.size(0), length = rows > 0 ? values.numel() / rows : 0;
   check_factors(op, "factors", factors, values, rows);

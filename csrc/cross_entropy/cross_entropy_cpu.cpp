@@ -124,7 +124,7 @@ void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const
   }
 }
 
-void scale_rows_cpu(void* values, LogitsType logits_type, int64_t begin, int64_t end, float factor) {
+void scale_rows_cpu(void* values, ElementType logits_type, int64_t begin, int64_t end, float factor) {
   if (factor == 1.0f) return;
   const auto type = static_cast<RowType>(logits_type);
   alignas(64) float buffer[kRowBlock], results[kRowBlock];

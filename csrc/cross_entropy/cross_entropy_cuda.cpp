@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts those that are not ignored
 
-int64_t elements_of(LogitsType type) { return type == LogitsType::f32 ? 4 : 8; }
+int64_t elements_of(ElementType type) { return type == ElementType::f32 ? 4 : 8; }
 
 /// Vectors that the longest row needs, wherever it starts.
 int64_t vectors_of(const void* data, const Logits& shape) {
@@ -28,10 +28,10 @@ const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<cross_ent
                               kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF16, false>>,
                               kernel<cross_entropy::cross_entropy_rows<cross_entropy::kBf16, false>>};
 
-const KernelOf<Params>& rows_kernel(const Params& p, LogitsType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
+const KernelOf<Params>& rows_kernel(const Params& p, ElementType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
 
-int64_t vectors_held(const Params& p, LogitsType type) {
-  return p.out || type == LogitsType::f32 ? cross_entropy::kVectors : cross_entropy::kForwardVectors;
+int64_t vectors_held(const Params& p, ElementType type) {
+  return p.out || type == ElementType::f32 ? cross_entropy::kVectors : cross_entropy::kForwardVectors;
 }
 
 Params make_params(const void* logits, const int64_t* target, const Logits& shape) {
@@ -52,7 +52,7 @@ void launch(const KernelOf<Params>& kernel, const Params& p, int64_t count, int6
 }
 
 /// Rows that a warp or less holds.
-bool launch_short(Params& p, LogitsType type, int64_t vectors, void* stream) {
+bool launch_short(Params& p, ElementType type, int64_t vectors, void* stream) {
   const int64_t held = vectors_held(p, type);
   if (vectors > cross_entropy::kNarrowWarp * held) return false;
   while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
@@ -62,9 +62,9 @@ bool launch_short(Params& p, LogitsType type, int64_t vectors, void* stream) {
   return true;
 }
 
-void launch_rows(Params& p, LogitsType type, void* stream, int64_t vectors) {
+void launch_rows(Params& p, ElementType type, void* stream, int64_t vectors) {
   if (launch_short(p, type, vectors, stream)) return;
-  if (p.out && type == LogitsType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
+  if (p.out && type == ElementType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
   const int64_t held = vectors_held(p, type);
   const int64_t most = !p.out                                             ? cross_entropy::kForwardThreads
                        : vectors <= 2 * cross_entropy::kRowThreads * held ? cross_entropy::kRowThreads
@@ -128,16 +128,16 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
   return last_error();
 }
 
-const char* scale_rows_cuda(void* values, LogitsType type, int64_t rows, int64_t length, const float* factors, bool each_row,
+const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length, const float* factors, bool each_row,
                             void* stream) {
   if (rows * length == 0) return nullptr;
   constexpr int64_t kBlocks = 2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
   const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
   const Dim3 grid = blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
   const LaunchConfig config = {grid, {cross_entropy::kScaleThreads}, stream};
-  if (type == LogitsType::f32) scale_rows<cross_entropy::kF32>(config, values, factors, rows, length, each_row);
-  if (type == LogitsType::f16) scale_rows<cross_entropy::kF16>(config, values, factors, rows, length, each_row);
-  if (type == LogitsType::bf16) scale_rows<cross_entropy::kBf16>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::f32) scale_rows<cross_entropy::kF32>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::f16) scale_rows<cross_entropy::kF16>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::bf16) scale_rows<cross_entropy::kBf16>(config, values, factors, rows, length, each_row);
   return last_error();
 }
 

@@ -4,10 +4,10 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-enum class ScaledType : uint8_t { f32, f16, bf16 };
 enum class CodeType : uint8_t { e4m3, e5m2, i8 };
 
 /// Rows of `length` elements of `type`, `row_stride` apart in memory (the codes' rows are contiguous), each cut into `segments` segments of
@@ -16,7 +16,7 @@ enum class CodeType : uint8_t { e4m3, e5m2, i8 };
 struct ScaledLayout {
   int64_t rows, length, row_stride;
   int64_t segment, segments;
-  ScaledType type;
+  ElementType type;
   CodeType code;
 };
 
@@ -37,7 +37,7 @@ FLEXOPS_ISA_DECLARE(void dequantize_scaled_cpu(const uint8_t* codes, const float
                                                int64_t begin, int64_t end))
 /// The same on elements [begin, end) of a single segment, whose scale is *scale. largest_bits gives the bits of the largest magnitude: of a
 /// NaN, if there is one. The scale follows from it, and whether the segment is broken.
-FLEXOPS_ISA_DECLARE(uint32_t largest_bits_cpu(const void* x, ScaledType type, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(uint32_t largest_bits_cpu(const void* x, ElementType type, int64_t begin, int64_t end))
 FLEXOPS_ISA_DECLARE(float scale_cpu(uint32_t largest_bits, CodeType code))
 FLEXOPS_ISA_DECLARE(void cast_scaled_cpu(const void* x, float scale, bool broken, uint8_t* codes, const ScaledLayout& layout, int64_t begin,
                                          int64_t end))

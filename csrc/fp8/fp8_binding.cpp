@@ -13,10 +13,10 @@ namespace {
 constexpr int64_t kPerRow = -1, kPerTensor = 0;        // in place of a group size
 constexpr int64_t kLongestSegment = (1ll << 31) - 64;  // what the kernels count in 32 bits, unless there is only one
 
-ScaledType scaled_type(Dtype dtype, const char* op, const char* argument) {
+ElementType scaled_type(Dtype dtype, const char* op, const char* argument) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ScaledType::f32 : dtype == Dtype::f16 ? ScaledType::f16 : ScaledType::bf16;
+  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
 }
 
 CodeType code_type(Dtype dtype, const char* op, const char* argument) {

@@ -16,9 +16,9 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-static RowType row_type(ScaledType type) { return static_cast<RowType>(type); }
-static_assert(static_cast<int>(RowType::f16) == static_cast<int>(ScaledType::f16) &&
-              static_cast<int>(RowType::bf16) == static_cast<int>(ScaledType::bf16));
+static RowType row_type(ElementType type) { return static_cast<RowType>(type); }
+static_assert(static_cast<int>(RowType::f16) == static_cast<int>(ElementType::f16) &&
+              static_cast<int>(RowType::bf16) == static_cast<int>(ElementType::bf16));
 
 template <typename T>
 static T largest_magnitude(const T* values, int64_t count, T mask) {
@@ -30,12 +30,12 @@ static T largest_magnitude(const T* values, int64_t count, T mask) {
   return largest;
 }
 
-uint32_t largest_bits_cpu(const void* x, ScaledType type, int64_t begin, int64_t end) {
-  if (type == ScaledType::f32) {
+uint32_t largest_bits_cpu(const void* x, ElementType type, int64_t begin, int64_t end) {
+  if (type == ElementType::f32) {
     return static_cast<uint32_t>(largest_magnitude(static_cast<const int32_t*>(x) + begin, end - begin, int32_t{0x7fffffff}));
   }
   const auto bits = static_cast<uint16_t>(largest_magnitude(static_cast<const int16_t*>(x) + begin, end - begin, int16_t{0x7fff}));
-  return type == ScaledType::bf16 ? static_cast<uint32_t>(bits) << 16 : bits_of(f16_to_float(bits));
+  return type == ElementType::bf16 ? static_cast<uint32_t>(bits) << 16 : bits_of(f16_to_float(bits));
 }
 
 float scale_cpu(uint32_t largest_bits, CodeType code) {

@@ -24,7 +24,7 @@ const Kernels kQuantizeLong = {kernel<scaled::quantize_long<rows::kF32, true>>, 
 const Kernels kQuantizeWide = {kernel<scaled::quantize_long<rows::kF32, true>>, kernel<scaled::quantize_long<rows::kHalf, true>>,
                                kernel<scaled::quantize_long<rows::kHalf, true>>};
 
-int64_t elements_of(ScaledType type) { return type == ScaledType::f32 ? 4 : 8; }
+int64_t elements_of(ElementType type) { return type == ElementType::f32 ? 4 : 8; }
 
 Params make_params(const void* in, void* out, const float* scales, const ScaledLayout& l) {
   Params p;
@@ -35,7 +35,7 @@ Params make_params(const void* in, void* out, const float* scales, const ScaledL
   p.lanes = 1, p.log_lanes = 0;
   p.aligned = false;
   p.code = static_cast<scaled::Code>(l.code);
-  p.is_f16 = l.type == ScaledType::f16;
+  p.is_f16 = l.type == ElementType::f16;
   if (p.segments > 1 && p.length % p.segment == 0 && p.row_stride == p.length) {  // no need to divide: every segment is a row
     p.length = p.row_stride = p.segment;
     p.segments = 1;
@@ -57,7 +57,7 @@ int64_t vectors_of(const Params& p, const void* elements, int64_t stride, const 
   return ceil_div(length + (aligned ? 0 : N - 1), N);
 }
 
-const char* launch(const Kernels& kernels, Params& p, ScaledType type, int64_t count, int64_t threads, void* stream) {
+const char* launch(const Kernels& kernels, Params& p, ElementType type, int64_t count, int64_t threads, void* stream) {
   flexops::launch(kernels[static_cast<int>(type)], {blocks(count), blocks(threads), stream}, p);
   return last_error();
 }
@@ -67,7 +67,7 @@ void share(Params& p, int64_t vectors) {
   while (p.lanes < vectors) p.lanes *= 2, ++p.log_lanes;
 }
 
-const char* launch_short(const Kernels& kernels, Params& p, int64_t vectors, ScaledType type, void* stream) {
+const char* launch_short(const Kernels& kernels, Params& p, int64_t vectors, ElementType type, void* stream) {
   share(p, vectors);
   const int64_t per_block = scaled::kThreads / p.lanes * scaled::kShortVectors;
   return launch(kernels, p, type, ceil_div(p.total, per_block), scaled::kThreads, stream);
@@ -79,18 +79,18 @@ bool are_groups(const Params& p, int64_t vectors, const ScaledLayout& l) {
          (vectors & (vectors - 1)) == 0 && vectors >= scaled::kGroupVectors;
 }
 
-const char* launch_groups(Params& p, int64_t vectors, ScaledType type, void* stream) {
+const char* launch_groups(Params& p, int64_t vectors, ElementType type, void* stream) {
   share(p, vectors);
   return launch(kQuantizeGroups, p, type, ceil_div(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads, stream);
 }
 
-const char* launch_long(Params& p, int64_t vectors, ScaledType type, void* stream) {
+const char* launch_long(Params& p, int64_t vectors, ElementType type, void* stream) {
   const int64_t threads = ceil_div(vectors, int64_t{scaled::kLongVectors} * scaled::kNarrowWarp) * scaled::kNarrowWarp;
   if (threads <= scaled::kThreads) return launch(kQuantizeLong, p, type, p.total, threads, stream);
   return launch(kQuantizeWide, p, type, p.total, threads < scaled::kWideThreads ? threads : scaled::kWideThreads, stream);
 }
 
-const char* launch_cast(Params& p, int64_t vectors, ScaledType type, void* stream) {
+const char* launch_cast(Params& p, int64_t vectors, ElementType type, void* stream) {
   return launch(kCastChunk, p, type, vectors ? ceil_div(vectors, scaled::kChunk) : 1, scaled::kThreads, stream);
 }
 

@@ -154,7 +154,7 @@ void lamb_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList 
   for (TensorRow& row : table.rows()) {  // the second pass has no gradients; averages are float32, as is what they take the place of
     row.array[kLambApplyExpAvg] = row.array[kLambExpAvg];
     row.array[kLambApplyExpAvgSq] = row.array[kLambExpAvgSq];
-    row.type[kLambApplyExpAvg] = row.type[kLambApplyExpAvgSq] = Real::f32;
+    row.type[kLambApplyExpAvg] = row.type[kLambApplyExpAvgSq] = ElementType::f32;
   }
   apply(op, table, options, norms);
   table.finish();

@@ -70,7 +70,7 @@ inline constexpr int kNarrowWarp = 32;                               // lanes th
 inline constexpr i64 kRowsAhead = 2 << 20, kColumnsAhead = 4 << 20;  // bytes of codes: so far ahead of their use are they asked for
 inline constexpr int kLine = 128;                                    // bytes of a cache line
 
-enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2 };  // QuantType's values
+enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2 };  // ElementType's values
 
 /// QuantLayout as kernels take it, with what the launcher has worked out.
 struct Params {

@@ -4,10 +4,9 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
-
-enum class QuantType : uint8_t { f32, f16, bf16 };
 
 /// A tensor seen as [outer, length, inner], in groups of `group_size` along `length`, and what becomes of it.
 ///
@@ -22,7 +21,7 @@ struct QuantLayout {
   int64_t groups, group_size, group_bytes;
   int bits;
   bool symmetric;
-  QuantType type, scale_type;  // the same when quantizing
+  ElementType type, scale_type;  // the same when quantizing
 };
 
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.

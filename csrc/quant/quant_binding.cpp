@@ -8,10 +8,10 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-QuantType quant_type(Dtype dtype, const char* argument) {
+ElementType quant_type(Dtype dtype, const char* argument) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, argument, " must be float32, float16 or bfloat16, got ",
                 dtype_name(dtype));
-  return dtype == Dtype::f32 ? QuantType::f32 : dtype == Dtype::f16 ? QuantType::f16 : QuantType::bf16;
+  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
 }
 
 int64_t check_numbers(const char* op, const Tensor& tensor, int64_t bits, int64_t group_size, int64_t dim) {
@@ -42,8 +42,8 @@ int64_t common_stride(const Tensor& x, int64_t begin, int64_t end) {
 }
 
 /// `sizes` is the shape of the tensor that is, or was, quantized; its strides are those of a contiguous one.
-QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size, bool symmetric, QuantType type,
-                        QuantType scale_type) {
+QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size, bool symmetric, ElementType type,
+                        ElementType scale_type) {
   QuantLayout l;
   l.outer = product(sizes.data(), 0, dim);
   l.length = sizes[dim];
@@ -79,7 +79,7 @@ int64_t grain(const QuantLayout& l, int64_t columns) {
 
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, int64_t dim, bool symmetric) {
   const char* op = "flexops::quantize";
-  const QuantType type = quant_type(x.dtype(), "flexops::quantize: x");
+  const ElementType type = quant_type(x.dtype(), "flexops::quantize: x");
   dim = check_numbers(op, x, bits, group_size, dim);
   const Sizes sizes(x.sizes(), x.sizes() + x.dim());
   QuantLayout l = make_layout(sizes, dim, bits, group_size, symmetric, type, type);
@@ -110,8 +110,8 @@ Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, in
   const char* op = "flexops::dequantize";
   const Dtype dtype = dtype_of_code(dtype_code);
   FLEXOPS_CHECK(packed.dtype() == Dtype::u8, op, ": packed must be uint8, got ", dtype_name(packed.dtype()));
-  const QuantType scale_type = quant_type(scales.dtype(), "flexops::dequantize: scales");
-  const QuantType type = quant_type(dtype, "flexops::dequantize: dtype");
+  const ElementType scale_type = quant_type(scales.dtype(), "flexops::dequantize: scales");
+  const ElementType type = quant_type(dtype, "flexops::dequantize: dtype");
   dim = check_numbers(op, packed, bits, group_size, dim);
   FLEXOPS_CHECK(length >= 0, op, ": length must not be negative, got ", length);
   FLEXOPS_CHECK(on_this_device_type(scales) && scales.device_index() == packed.device_index(), op, ": scales must be on packed's device");

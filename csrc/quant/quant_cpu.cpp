@@ -68,7 +68,7 @@ static void unpack_run(const uint8_t* FLEXOPS_RESTRICT packed, uint8_t* FLEXOPS_
 // ---- a group along contiguous memory --------------------------------------------------------------------------------
 // What the vectors leave of it is done out of line, and by all levels' plain loops.
 
-[[gnu::noinline]] static void scan_rest(const void* x, int64_t offset, int64_t count, QuantType type, Extremes& e) {
+[[gnu::noinline]] static void scan_rest(const void* x, int64_t offset, int64_t count, ElementType type, Extremes& e) {
   float buffer[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t part = least(count - at, kBlock);
@@ -90,7 +90,7 @@ static void unpack_run(const uint8_t* FLEXOPS_RESTRICT packed, uint8_t* FLEXOPS_
   }
 }
 
-FLEXOPS_INLINE Extremes scan_run(const void* x, int64_t offset, int64_t count, QuantType type) {
+FLEXOPS_INLINE Extremes scan_run(const void* x, int64_t offset, int64_t count, ElementType type) {
   Extremes e;
   const int64_t done = scan_fast(x, offset, count, type, e);
   if (done < count) scan_rest(x, offset + done, count - done, type, e);

@@ -23,19 +23,21 @@ static const float kInfinity = __builtin_inff();
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static float largest_of(QuantType type) { return type == QuantType::f16 ? 65504.0f : type == QuantType::bf16 ? 3.38953139e38f : kFloatMax; }
+static float largest_of(ElementType type) {
+  return type == ElementType::f16 ? 65504.0f : type == ElementType::bf16 ? 3.38953139e38f : kFloatMax;
+}
 
-static float round_to(float value, QuantType type) {
-  if (type == QuantType::f16) return f16_to_float(float_to_f16(value));
-  if (type == QuantType::bf16) return bf16_to_float(float_to_bf16(value));
+static float round_to(float value, ElementType type) {
+  if (type == ElementType::f16) return f16_to_float(float_to_f16(value));
+  if (type == ElementType::bf16) return bf16_to_float(float_to_bf16(value));
   return value;
 }
 
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
-static const float* widen(const void* from, int64_t offset, int64_t count, QuantType type, float* buffer) {
-  if (type == QuantType::f32) return static_cast<const float*>(from) + offset;
+static const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
+  if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == QuantType::bf16) {
+  if (type == ElementType::bf16) {
     bf16_to_float(bits, buffer, count);
   } else {
     f16_to_float(bits, buffer, count);
@@ -43,13 +45,13 @@ static const float* widen(const void* from, int64_t offset, int64_t count, Quant
   return buffer;
 }
 
-[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, QuantType type) {
-  if (type == QuantType::f32) {
+[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ElementType type) {
+  if (type == ElementType::f32) {
     float* out = static_cast<float*>(to) + offset;
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store_floats(out + i, load_floats(from + i));  // a memcpy starts too slowly for a few numbers
     for (; i < count; ++i) few(i), out[i] = from[i];
-  } else if (type == QuantType::bf16) {
+  } else if (type == ElementType::bf16) {
     float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
   } else {
     float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
@@ -62,7 +64,7 @@ struct Coding {
   float most;  // the largest scale
   uint32_t mask;
   bool symmetric;
-  QuantType type;
+  ElementType type;
 
   explicit Coding(const QuantLayout& l) : most(largest_of(l.type)), mask(l.bits == 4 ? 15 : 255), symmetric(l.symmetric), type(l.type) {
     top = l.bits == 4 ? (l.symmetric ? 7.0f : 15.0f) : (l.symmetric ? 127.0f : 255.0f);

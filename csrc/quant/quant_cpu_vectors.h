@@ -11,11 +11,11 @@ namespace flexops::FLEXOPS_ISA {
 constexpr int64_t kVectorRun = 32;         // codes that are packed at once
 constexpr int64_t kKeptBytes = 64 * 1024;  // of a tile's elements, copied before its two passes
 
-template <QuantType type>
+template <ElementType type>
 static inline __m256 load8(const void* from, int64_t offset) {
-  if constexpr (type == QuantType::f32) return _mm256_loadu_ps(static_cast<const float*>(from) + offset);
+  if constexpr (type == ElementType::f32) return _mm256_loadu_ps(static_cast<const float*>(from) + offset);
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(from) + offset));
-  if constexpr (type == QuantType::f16) return _mm256_cvtph_ps(bits);
+  if constexpr (type == ElementType::f16) return _mm256_cvtph_ps(bits);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
@@ -28,26 +28,26 @@ static inline __m256i bf16_bits(__m256 value) {
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
 }
 
-template <QuantType type>
+template <ElementType type>
 static inline __m128i bits8(__m256 value) {
-  if constexpr (type == QuantType::f16) return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+  if constexpr (type == ElementType::f16) return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
   const __m256i words = bf16_bits(value);
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
-template <QuantType type>
+template <ElementType type>
 static inline void store8(void* to, int64_t offset, __m256 value) {
-  if constexpr (type == QuantType::f32) {
+  if constexpr (type == ElementType::f32) {
     _mm256_storeu_ps(static_cast<float*>(to) + offset, value);
   } else {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(to) + offset), bits8<type>(value));
   }
 }
 
-template <QuantType type>
+template <ElementType type>
 static inline __m256 round8(__m256 value) {
-  if constexpr (type == QuantType::f16) return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-  if constexpr (type == QuantType::bf16) return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(value), 16));
+  if constexpr (type == ElementType::f16) return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  if constexpr (type == ElementType::bf16) return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(value), 16));
   return value;
 }
 
@@ -85,7 +85,7 @@ static inline __m256i join_bytes(__m256i a, __m256i b, __m256i c, __m256i d) {
   return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-template <QuantType type>
+template <ElementType type>
 FLEXOPS_INLINE int64_t scan_vectors(const void* x, int64_t offset, int64_t count, Extremes& out) {
   if (count < 8) return 0;
   Extremes8 first, second;
@@ -99,7 +99,7 @@ FLEXOPS_INLINE int64_t scan_vectors(const void* x, int64_t offset, int64_t count
   return i;
 }
 
-template <QuantType type>
+template <ElementType type>
 FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits,
                                       uint8_t* out) {
   const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale), top = _mm256_set1_ps(c.top);
@@ -133,7 +133,7 @@ FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t cou
 }
 
 /// All sixteen codes' values, by the formula, and their look-up.
-template <QuantType type>
+template <ElementType type>
 struct Table {
   __m256 values[2];
   __m128i low, high;  // the bytes of 16-bit values
@@ -146,7 +146,7 @@ struct Table {
       const __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
       values[half] = _mm256_add_ps(_mm256_mul_ps(exact, steps), minima);
     }
-    if constexpr (type != QuantType::f32) {
+    if constexpr (type != ElementType::f32) {
       const __m128i first = bits8<type>(values[0]), second = bits8<type>(values[1]), mask = _mm_set1_epi16(255);
       low = _mm_packus_epi16(_mm_and_si128(first, mask), _mm_and_si128(second, mask));
       high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
@@ -155,7 +155,7 @@ struct Table {
 
   /// Sixteen codes, a byte each, in order.
   void store16(void* out, int64_t offset, __m128i codes) const {
-    if constexpr (type == QuantType::f32) {
+    if constexpr (type == ElementType::f32) {
       for (int half = 0; half < 2; ++half) {
         const __m256i index = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(codes, 8) : codes);
         const __m256 small = _mm256_permutevar8x32_ps(values[0], index), large = _mm256_permutevar8x32_ps(values[1], index);
@@ -171,7 +171,7 @@ struct Table {
   }
 };
 
-template <QuantType type>
+template <ElementType type>
 FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
                                       int64_t offset) {
   int64_t i = 0;
@@ -202,7 +202,7 @@ FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int 
 }
 
 /// Group, for eight columns.
-template <QuantType type>
+template <ElementType type>
 static inline void make_groups(Extremes8& e, const Coding& c, __m256& minimum, __m256& scale) {
   e.settle();
   const __m256 zero = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), nan = _mm256_set1_ps(__builtin_nanf(""));
@@ -217,7 +217,7 @@ static inline void make_groups(Extremes8& e, const Coding& c, __m256& minimum, _
   minimum = _mm256_blendv_ps(minimum, nan, broken);
 }
 
-template <QuantType type>
+template <ElementType type>
 static void make_batch(Extremes8& e, const Coding& c, float* minimum, float* scale) {
   __m256 minima, scales;
   make_groups<type>(e, c, minima, scales);
@@ -226,14 +226,14 @@ static void make_batch(Extremes8& e, const Coding& c, float* minimum, float* sca
 }
 
 /// Codes of eight columns; broken groups get 0.
-template <QuantType type>
+template <ElementType type>
 static inline __m256i column_code8(const void* x, int64_t offset, __m256 minimum, __m256 scale, __m256 top, __m256i mask) {
   const __m256i whole = _mm256_castps_si256(_mm256_cmp_ps(scale, scale, _CMP_ORD_Q));
   return _mm256_and_si256(code8(load8<type>(x, offset), minimum, scale, top), _mm256_and_si256(mask, whole));
 }
 
 /// The groups of 32 columns; rows are `stride` elements apart.
-template <QuantType type>
+template <ElementType type>
 static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, void* scales, int64_t entry, const QuantLayout& l,
                              const Coding& c, int64_t rows) {
   Extremes8 e[4];
@@ -265,9 +265,9 @@ static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, voi
 
 /// A tile's columns, 32 at a time. The tile is copied first, because rows that lie a power of two apart would throw one another out of the
 /// caches.
-template <QuantType type>
+template <ElementType type>
 static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
-  constexpr int64_t kSize = type == QuantType::f32 ? 4 : 2;
+  constexpr int64_t kSize = type == ElementType::f32 ? 4 : 2;
   alignas(64) char kept[kKeptBytes];
   const int64_t columns = p.columns & ~(kVectorRun - 1);
   const char* from = static_cast<const char*>(x) + p.element * kSize;
@@ -284,7 +284,7 @@ static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scale
 }
 
 /// One row of a tile; `shift` finds its halves of the bytes.
-template <QuantType type>
+template <ElementType type>
 FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
                                       const float* minimum, void* out, int64_t offset) {
   const __m256i masks = _mm256_set1_epi32(mask), flips = _mm256_set1_epi32(flip);
@@ -299,12 +299,12 @@ FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int 
   return i;
 }
 
-#define FLEXOPS_QUANT_BY_TYPE(type, function, ...)                    \
-  ((type) == QuantType::f32   ? function<QuantType::f32>(__VA_ARGS__) \
-   : (type) == QuantType::f16 ? function<QuantType::f16>(__VA_ARGS__) \
-                              : function<QuantType::bf16>(__VA_ARGS__))
+#define FLEXOPS_QUANT_BY_TYPE(type, function, ...)                        \
+  ((type) == ElementType::f32   ? function<ElementType::f32>(__VA_ARGS__) \
+   : (type) == ElementType::f16 ? function<ElementType::f16>(__VA_ARGS__) \
+                                : function<ElementType::bf16>(__VA_ARGS__))
 
-static int64_t scan_fast(const void* x, int64_t offset, int64_t count, QuantType type, Extremes& e) {
+static int64_t scan_fast(const void* x, int64_t offset, int64_t count, ElementType type, Extremes& e) {
   return FLEXOPS_QUANT_BY_TYPE(type, scan_vectors, x, offset, count, e);
 }
 static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* minimum, float* scale) {
@@ -319,20 +319,20 @@ static int64_t encode_fast(const void* x, int64_t offset, int64_t count, const G
   return g.is_broken() ? 0 : FLEXOPS_QUANT_BY_TYPE(c.type, encode_vectors, x, offset, count, g, c, bits, out);
 }
 static int64_t decode_fast(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out, int64_t offset,
-                           QuantType type) {
+                           ElementType type) {
   return FLEXOPS_QUANT_BY_TYPE(type, decode_vectors, packed, count, bits, step, minimum, flip, out, offset);
 }
 static int64_t quantize_columns_fast(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
   return FLEXOPS_QUANT_BY_TYPE(l.type, quantize_tile_vectors, x, packed, scales, l, c, p);
 }
 static int64_t decode_columns_fast(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
-                                   const float* minimum, void* out, int64_t offset, QuantType type) {
+                                   const float* minimum, void* out, int64_t offset, ElementType type) {
   return FLEXOPS_QUANT_BY_TYPE(type, decode_columns, packed, count, shift, mask, flip, step, minimum, out, offset);
 }
 
 #else  // the baseline has plain loops only
 
-static int64_t scan_fast(const void*, int64_t, int64_t, QuantType, Extremes&) { return 0; }
+static int64_t scan_fast(const void*, int64_t, int64_t, ElementType, Extremes&) { return 0; }
 static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* minimum, float* scale) {
   for (int64_t i = 0; i < kBatch; ++i) {
     const Group g(e[i], c);
@@ -340,9 +340,9 @@ static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* mini
   }
 }
 static int64_t encode_fast(const void*, int64_t, int64_t, const Group&, const Coding&, int, uint8_t*) { return 0; }
-static int64_t decode_fast(const uint8_t*, int64_t, int, float, float, int, void*, int64_t, QuantType) { return 0; }
+static int64_t decode_fast(const uint8_t*, int64_t, int, float, float, int, void*, int64_t, ElementType) { return 0; }
 static int64_t quantize_columns_fast(const void*, uint8_t*, void*, const QuantLayout&, const Coding&, const Place&) { return 0; }
-static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*, const float*, void*, int64_t, QuantType) {
+static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*, const float*, void*, int64_t, ElementType) {
   return 0;
 }
 

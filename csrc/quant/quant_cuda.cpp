@@ -15,8 +15,6 @@ constexpr int64_t kLongGroup = 4096;  // a block works on each, where neighbouri
 constexpr int64_t kDivisible = int64_t{1} << 31;
 constexpr int64_t kPiece = int64_t{1} << 27;  // rows, dequantizing: vectors of a launch, and of a group at most
 
-int element_size(QuantType type) { return type == QuantType::f32 ? 4 : 2; }
-
 /// Bytes of a 16-byte vector's codes.
 int64_t code_bytes(const QuantLayout& l) { return 16 / element_size(l.type) * l.bits / 8; }
 
@@ -99,7 +97,7 @@ void plan_any(Params& p, const QuantLayout& l, const void* elements, const void*
   p.log_lanes = log2_of(p.lanes);
 }
 
-/// A kernel for each QuantType.
+/// A kernel for each ElementType.
 using Kernels = KernelOf<Params>[3];
 #define FLEXOPS_BY_TYPE(name) {kernel<quant::name<quant::kF32>>, kernel<quant::name<quant::kF16>>, kernel<quant::name<quant::kBf16>>}
 #define FLEXOPS_BY_SIZE(name) {kernel<quant::name<4>>, kernel<quant::name<2>>, kernel<quant::name<2>>}

@@ -13,27 +13,11 @@
 
 namespace flexops::rope {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_ROPE_THREADS)
-#define FLEXOPS_ROPE_THREADS 64
-#endif
-#if !defined(FLEXOPS_ROPE_HEADS)
-#define FLEXOPS_ROPE_HEADS 2
-#endif
-#if !defined(FLEXOPS_ROPE_BLOCKS)
-#define FLEXOPS_ROPE_BLOCKS 20
-#endif
-#if !defined(FLEXOPS_ROPE_LOAD)
-#define FLEXOPS_ROPE_LOAD normal
-#endif
-#if !defined(FLEXOPS_ROPE_STORE)
-#define FLEXOPS_ROPE_STORE normal
-#endif
-
-inline constexpr int kThreads = FLEXOPS_ROPE_THREADS;
-inline constexpr int kHeads = FLEXOPS_ROPE_HEADS;                                             // of a thread, at most: loads in flight
-inline constexpr int kBlocks = FLEXOPS_ROPE_BLOCKS;                                           // at least so many on a multiprocessor
-inline constexpr Cache kLoad = Cache::FLEXOPS_ROPE_LOAD, kStore = Cache::FLEXOPS_ROPE_STORE;  // why not streaming: activation.cuh
+// Tuned on one H200.
+inline constexpr int kThreads = 64;
+inline constexpr int kHeads = 2;                                       // of a thread, at most: loads in flight
+inline constexpr int kBlocks = 20;                                     // at least so many on a multiprocessor
+inline constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;  // why not streaming: activation.cuh
 
 /// Strides count vectors, or elements where `rotate` goes element by element; except `element`.
 struct Side {
@@ -60,7 +44,7 @@ struct Params {
   u32 query_groups;  // the first groups of heads are the query's, the others the key's
   u32 per_group;     // heads of a group
   bool heads_first;  // blocks of one place and several groups follow each other; else blocks of one group
-  ElementType type, table_type;
+  ElementType table_type;
   bool interleaved, inverse, wide_positions;
 };
 
@@ -199,13 +183,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
       widen(x, a[u]);
       if (has_second) widen(y, b[u]);
       if (rotated) rotate_all<sizeof(T) != 2>(x, y, angles, p.interleaved);
-      put<T, N, kStore>(out, u * s.out_head * N, x, p.type);
-      if (has_second) put<T, N, kStore>(out_second, u * s.out_head * N, y, p.type);
+      store<T, kStore>(out, u * s.out_head * N, x);
+      if (has_second) store<T, kStore>(out_second, u * s.out_head * N, y);
     }
   }
 }
 
-/// By elements, of any strides: an item is a pair, or two elements to copy. (A template, so that only a program that asks for it has it.)
+/// By elements, of any strides: an item is a pair, or two elements to copy.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_CONSTANT Params p) {
   const Task t = find_task(p);
@@ -224,11 +208,12 @@ __global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_C
   for (u32 head = t.head; head < t.head + t.heads; ++head) {
     const i64 in = t.batch * s.in_batch + t.at * s.in_length + head * s.in_head;
     const i64 out = t.batch * s.out_batch + t.at * s.out_length + head * s.out_head;
-    float x = fetch_one(s.in, in + first * s.in_element, p.type),
-          y = has_second ? fetch_one(s.in, in + second * s.in_element, p.type) : 0.0f;
+    const T* from = static_cast<const T*>(s.in) + in;
+    T* to = static_cast<T*>(s.out) + out;
+    float x = to_float(from[first * s.in_element]), y = has_second ? to_float(from[second * s.in_element]) : 0.0f;
     if (rotated) rotate_pair<true>(x, y, angles.cos[0], angles.sin[0]);
-    put_one(s.out, out + first * s.out_element, x, p.type);
-    if (has_second) put_one(s.out, out + second * s.out_element, y, p.type);
+    to[first * s.out_element] = from_float<T>(x);
+    if (has_second) to[second * s.out_element] = from_float<T>(y);
   }
 }
 

@@ -4,10 +4,9 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
-
-enum class RopeType : uint8_t { f32, f16, bf16 };
 
 /// [batch, heads, length, head_dim], read from `in` and written to `out`, which may be the same. Strides count elements, in that order;
 /// those of `out` have the last one 1, unless it is `in`.
@@ -20,7 +19,7 @@ struct RopeTensor {
 
 struct Rope {
   RopeTensor tensors[2];  // query and key; no heads: there is none
-  RopeType type, table_type;
+  ElementType type, table_type;
   bool interleaved, inverse, in_place;
   int64_t batch, length, head_dim;
   int64_t half;                    // pairs that are rotated: columns of cos and sin that are read

@@ -6,10 +6,10 @@
 namespace flexops {
 namespace {
 
-RopeType type_of(const char* op, const char* argument, Dtype dtype) {
+ElementType type_of(const char* op, const char* argument, Dtype dtype) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? RopeType::f32 : dtype == Dtype::f16 ? RopeType::f16 : RopeType::bf16;
+  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
 }
 
 void check_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& query) {

@@ -11,35 +11,36 @@ constexpr int64_t kPairs = 128;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static float load_one(const void* from, int64_t at, RopeType type) {
-  if (type == RopeType::bf16) return bf16_to_float(static_cast<const uint16_t*>(from)[at]);
-  if (type == RopeType::f16) return f16_to_float(static_cast<const uint16_t*>(from)[at]);
+static float load_one(const void* from, int64_t at, ElementType type) {
+  if (type == ElementType::bf16) return bf16_to_float(static_cast<const uint16_t*>(from)[at]);
+  if (type == ElementType::f16) return f16_to_float(static_cast<const uint16_t*>(from)[at]);
   return static_cast<const float*>(from)[at];
 }
 
-static void store_one(void* to, int64_t at, float value, RopeType type) {
-  if (type == RopeType::bf16) {
+static void store_one(void* to, int64_t at, float value, ElementType type) {
+  if (type == ElementType::bf16) {
     static_cast<uint16_t*>(to)[at] = float_to_bf16(value);
-  } else if (type == RopeType::f16) {
+  } else if (type == ElementType::f16) {
     static_cast<uint16_t*>(to)[at] = float_to_f16(value);
   } else {
     static_cast<float*>(to)[at] = value;
   }
 }
 
-[[gnu::noinline]] static void load_strided(const void* from, int64_t offset, int64_t stride, int64_t count, RopeType type, float* buffer) {
+[[gnu::noinline]] static void load_strided(const void* from, int64_t offset, int64_t stride, int64_t count, ElementType type,
+                                           float* buffer) {
   for (int64_t i = 0; i < count; ++i) buffer[i] = load_one(from, offset + i * stride, type);
 }
 
 /// `count` elements as floats: in place where that is possible, else in `buffer`.
-static const float* widen(const void* from, int64_t offset, int64_t stride, int64_t count, RopeType type, float* buffer) {
+static const float* widen(const void* from, int64_t offset, int64_t stride, int64_t count, ElementType type, float* buffer) {
   if (stride != 1 && count > 1) {
     load_strided(from, offset, stride, count, type, buffer);
     return buffer;
   }
-  if (type == RopeType::f32) return static_cast<const float*>(from) + offset;
+  if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == RopeType::bf16) {
+  if (type == ElementType::bf16) {
     bf16_to_float(bits, buffer, count);
   } else {
     f16_to_float(bits, buffer, count);
@@ -47,12 +48,12 @@ static const float* widen(const void* from, int64_t offset, int64_t stride, int6
   return buffer;
 }
 
-static void narrow(const float* from, void* to, int64_t offset, int64_t stride, int64_t count, RopeType type) {
+static void narrow(const float* from, void* to, int64_t offset, int64_t stride, int64_t count, ElementType type) {
   if (stride != 1 && count > 1) {
     for (int64_t i = 0; i < count; ++i) store_one(to, offset + i * stride, from[i], type);
-  } else if (type == RopeType::bf16) {
+  } else if (type == ElementType::bf16) {
     float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else if (type == RopeType::f16) {
+  } else if (type == ElementType::f16) {
     float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
   } else {
     memcpy(static_cast<float*>(to) + offset, from, static_cast<size_t>(count) * sizeof(float));
@@ -120,7 +121,7 @@ static void rotate(const Rope& c, const RopeTensor& t, int64_t in, int64_t out, 
   }
   const float* x = widen(t.in, in + pair * in_step, in_step, count, c.type, x_buffer);
   const float* y = widen(t.in, in + (c.half + pair) * in_step, in_step, count, c.type, y_buffer);
-  if (c.type == RopeType::f32 && out_step == 1) {
+  if (c.type == ElementType::f32 && out_step == 1) {
     float* to = static_cast<float*>(t.out) + out + pair;
     rotate_halves(x, y, cos, sin, to, to + c.half, count);
     return;
@@ -132,7 +133,7 @@ static void rotate(const Rope& c, const RopeTensor& t, int64_t in, int64_t out, 
 
 /// What is beyond the rotary dimension.
 static void copy_rest(const Rope& c, const RopeTensor& t, int64_t in, int64_t out) {
-  const int64_t count = c.head_dim - 2 * c.half, size = c.type == RopeType::f32 ? 4 : 2, in_step = t.in_strides[3];
+  const int64_t count = c.head_dim - 2 * c.half, size = c.type == ElementType::f32 ? 4 : 2, in_step = t.in_strides[3];
   in += 2 * c.half * in_step, out += 2 * c.half * t.out_strides[3];
   if (in_step == 1 && t.out_strides[3] == 1) {
     memcpy(static_cast<char*>(t.out) + out * size, static_cast<const char*>(t.in) + in * size, static_cast<size_t>(count * size));

@@ -21,7 +21,7 @@ bool in_vectors(const int64_t (&strides)[4], const int64_t (&sizes)[4], int64_t 
 }
 
 bool takes_vectors(const Rope& c) {
-  const int64_t n = c.type == RopeType::f32 ? 4 : 8;
+  const int64_t n = 16 / element_size(c.type);
   // cos and sin are read as many at a time as there are pairs in a vector, or elements
   if (c.half % n != 0 || c.head_dim % n != 0 || !aligned(c.cos) || !aligned(c.sin) || c.cos_stride % 8 != 0 || c.sin_stride % 8 != 0 ||
       c.cos_batch % 8 != 0 || c.sin_batch % 8 != 0) {
@@ -47,7 +47,7 @@ void move(rope::Params& p, int64_t batches, int64_t positions, int64_t size) {
     s.in = static_cast<const char*>(s.in) + (batches * s.in_batch + positions * s.in_length) * size;
     s.out = static_cast<char*>(s.out) + (batches * s.out_batch + positions * s.out_length) * size;
   }
-  const int64_t of_table = p.table_type == ElementType::f32 ? 4 : 2;
+  const int64_t of_table = element_size(p.table_type);
   p.cos = static_cast<const char*>(p.cos) + batches * p.cos_batch * of_table;
   p.sin = static_cast<const char*>(p.sin) + batches * p.sin_batch * of_table;
   if (p.positions) {
@@ -83,7 +83,7 @@ void launch_part(const KernelOf<rope::Params>& kernel, rope::Params p, int64_t b
 const char* rope_cuda(const Rope& c, void* stream) {
   if (c.tensors[0].heads + c.tensors[1].heads == 0 || c.batch * c.length * c.head_dim == 0) return nullptr;
   const bool vectors = takes_vectors(c);
-  const int64_t n = !vectors ? 1 : c.type == RopeType::f32 ? 4 : 8, size = vectors ? 16 : c.type == RopeType::f32 ? 4 : 2;
+  const int64_t n = vectors ? 16 / element_size(c.type) : 1, size = n * element_size(c.type);
   rope::Params p;
   for (int s = 0; s < 2; ++s) p.side[s] = side_of(c.tensors[s], n);
   p.cos = c.cos, p.sin = c.sin, p.positions = c.positions;
@@ -92,15 +92,16 @@ const char* rope_cuda(const Rope& c, void* stream) {
   p.position_batch = c.position_strides[0], p.position_length = c.position_strides[1], p.first_position = 0;
   p.rotated = static_cast<u32>(c.half / n), p.vectors = static_cast<u32>(c.head_dim / n);
   p.copied = static_cast<u32>(ceil_div(p.vectors - 2 * p.rotated, 2));
-  p.type = static_cast<ElementType>(c.type), p.table_type = static_cast<ElementType>(c.table_type);
+  p.table_type = c.table_type;
   p.interleaved = c.interleaved, p.inverse = c.inverse, p.wide_positions = c.wide_positions;
   const int64_t items = p.rotated + (c.in_place ? 0 : p.copied);
   if (items == 0) return nullptr;
   p.items = make_divisor(items);
   const int64_t groups = plan_groups(p, c.batch * c.length);
   p.heads_first = c.tensors[0].in_strides[1] < c.tensors[0].in_strides[2] || groups > kMostInY;
-  const KernelOf<rope::Params> kernels[] = {kernel<rope::rotate<float>>, kernel<rope::rotate<f16>>, kernel<rope::rotate<bf16>>};
-  const KernelOf<rope::Params>& chosen = vectors ? kernels[static_cast<int>(c.type)] : rare_kernel<rope::rotate_elements<AnyElement>>;
+  static const KernelOf<rope::Params> kVectors[] = FLEXOPS_EACH_TYPE(kernel, rope::rotate),
+                                      kElements[] = FLEXOPS_EACH_TYPE(rare_kernel, rope::rotate_elements);
+  const KernelOf<rope::Params>& chosen = (vectors ? kVectors : kElements)[static_cast<int>(c.type)];
   // In pieces whose items 31 bits can count, and whose blocks the grid can.
   const int64_t most = (p.heads_first ? kMostInY * rope::kThreads : int64_t{1} << 30) / items;
   const int64_t positions = most < 1 ? 1 : least(c.length, most), batches = most < positions ? 1 : least(c.batch, most / positions);
