@@ -5,41 +5,21 @@
 
 namespace flexops::adagrad {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_ADAGRAD_THREADS)
-#define FLEXOPS_ADAGRAD_THREADS 128
-#endif
-#if !defined(FLEXOPS_ADAGRAD_UNROLL)
-#define FLEXOPS_ADAGRAD_UNROLL 2
-#endif
-#if !defined(FLEXOPS_ADAGRAD_ITERATIONS)
-#define FLEXOPS_ADAGRAD_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_ADAGRAD_LOAD)
-#define FLEXOPS_ADAGRAD_LOAD normal
-#endif
-#if !defined(FLEXOPS_ADAGRAD_STORE)
-#define FLEXOPS_ADAGRAD_STORE normal
-#endif
-#if !defined(FLEXOPS_ADAGRAD_APART)
-#define FLEXOPS_ADAGRAD_APART 1
-#endif
-#if !defined(FLEXOPS_ADAGRAD_BLOCKS)
-#define FLEXOPS_ADAGRAD_BLOCKS 10
-#endif
+using multi::Data;
 
-/// A launch that is not general has fp32 parameters and gradients only.
-template <bool general>
+// Tuned on one H200.
+
+template <Data data>
 struct Rule {
   enum { kParam, kGrad, kSum };
   enum { kStep };  // the extra input: how many steps were made, this one included
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = FLEXOPS_ADAGRAD_THREADS, kUnroll = FLEXOPS_ADAGRAD_UNROLL, kIterations = FLEXOPS_ADAGRAD_ITERATIONS;
-  static constexpr int kMinBlocks = FLEXOPS_ADAGRAD_BLOCKS;
-  static constexpr int kArrays = 3, kApart = FLEXOPS_ADAGRAD_APART, kExtras = 1, kSums = 0, kUnscaled = kGrad;
+  static constexpr Data kData = data;
+  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
+  static constexpr int kMinBlocks = data == Data::mixed ? 8 : 10;
+  static constexpr int kArrays = 3, kApart = 1, kExtras = 1, kSums = 0, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = 0b011, kOptional = 0;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::FLEXOPS_ADAGRAD_LOAD, kStore = Cache::FLEXOPS_ADAGRAD_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   struct Shared {
     const float *grad_scale, *found_inf;
@@ -72,9 +52,9 @@ struct Rule {
   }
 };
 
-template <bool general>
-__global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
-    adagrad_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {
+template <Data data>
+__global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
+    adagrad_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<data>> launch) {
   multi::run(launch);
 }
 

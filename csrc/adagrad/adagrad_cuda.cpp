@@ -8,9 +8,12 @@
 namespace flexops {
 namespace {
 
-template <bool general>
-typename adagrad::Rule<general>::Shared make_shared(const AdagradOptions& o) {
-  typename adagrad::Rule<general>::Shared s;
+using multi::Data;
+
+template <Data data>
+void step_rows(const KernelOf<multi::Launch<adagrad::Rule<data>>>& kernel, const TensorRow* rows, int64_t count, const AdagradOptions& o,
+               void* stream) {
+  typename adagrad::Rule<data>::Shared s;
   s.grad_scale = o.grad_scale;
   s.found_inf = o.found_inf;
   s.lr_tensor = o.lr_tensor;
@@ -19,23 +22,20 @@ typename adagrad::Rule<general>::Shared make_shared(const AdagradOptions& o) {
   s.eps = static_cast<float>(o.eps);
   s.weight_decay = static_cast<float>(o.weight_decay);
   s.maximize = o.maximize;
-  return s;
-}
-
-template <bool general>
-void step_rows(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
-  using Rule = adagrad::Rule<general>;
-  multi::launch_rows<Rule>(
-      kernel<adagrad::adagrad_kernel<general>>, rows, count, make_shared<general>(options),
-      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [&](int64_t i, int) { return rows[i].step; }, stream);
+  multi::launch_rows<adagrad::Rule<data>>(
+      kernel, rows, count, s, [&](int64_t i) { return multi::data_of<adagrad::Rule<Data::mixed>>(rows[i]) == data; },
+      [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 
 }  // namespace
 
 const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
+  const auto mixed = rare_kernel<adagrad::adagrad_kernel<Data::mixed>>;
+  if (multi::lacks_mixed(mixed, rows, count)) return last_error();
   multi::launch_steps(rows, count, options.found_inf, stream);
-  step_rows<false>(rows, count, options, stream);
-  step_rows<true>(rows, count, options, stream);
+  step_rows(kernel<adagrad::adagrad_kernel<Data::f32>>, rows, count, options, stream);
+  step_rows(kernel<adagrad::adagrad_kernel<Data::bf16>>, rows, count, options, stream);
+  step_rows(mixed, rows, count, options, stream);
   return last_error();
 }
 

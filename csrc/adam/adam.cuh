@@ -7,34 +7,11 @@
 
 namespace flexops::adam {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_ADAM_THREADS)
-#define FLEXOPS_ADAM_THREADS 128
-#endif
-#if !defined(FLEXOPS_ADAM_UNROLL)
-#define FLEXOPS_ADAM_UNROLL 2
-#endif
-#if !defined(FLEXOPS_ADAM_ITERATIONS)
-#define FLEXOPS_ADAM_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_ADAM_APART)
-#define FLEXOPS_ADAM_APART 2
-#endif
-#if !defined(FLEXOPS_ADAM_BLOCKS)
-#define FLEXOPS_ADAM_BLOCKS 8
-#endif
-#if !defined(FLEXOPS_ADAM_LOAD)
-#define FLEXOPS_ADAM_LOAD normal
-#endif
-#if !defined(FLEXOPS_ADAM_STORE)
-#define FLEXOPS_ADAM_STORE normal
-#endif
+using multi::Data;
 
-/// A plain launch has fp32 parameters, gradients and states only, and neither amsgrad nor copies: fewer registers, fewer parameters, and
-/// what most people run. A general one has all but states of 16 bits, which narrow ones have, too. One of bf16 is a plain one with nothing
-/// but bf16: asking for each element's type cost a narrow one three times what its memory does (1.24e9 elements on an
-/// H200: 15.3 ms, and 4.2 like this).
-enum class Mode { plain, general, bf16, narrow };
+/// The types of parameters, gradients and averages. All fp32, or all bf16, is what most people run; parameters and gradients of bf16 with
+/// averages of fp32 are for those who keep these. The rest, and amsgrad and copies, are told array by array.
+enum class Mode { f32, bf16, bf16_average_f32, mixed };
 
 struct RandomFactors : Factors {
   u32 key;  // of the step's random numbers
@@ -50,17 +27,19 @@ struct FactorsOf<true> {
 
 template <Mode mode>
 struct Rule {
-  static constexpr bool general = mode == Mode::general || mode == Mode::narrow, random = mode == Mode::bf16 || mode == Mode::narrow;
+  static constexpr bool mixed = mode == Mode::mixed, random = mode == Mode::bf16 || mixed;
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = FLEXOPS_ADAM_THREADS, kIterations = FLEXOPS_ADAM_ITERATIONS;
-  static constexpr int kUnroll = FLEXOPS_ADAM_UNROLL + (mode == Mode::bf16 ? 1 : 0);  // half as many bytes a vector
-  static constexpr int kMinBlocks = mode == Mode::plain ? FLEXOPS_ADAM_BLOCKS : FLEXOPS_ADAM_BLOCKS * 3 / 4;
-  static constexpr int kArrays = general ? 6 : 4, kApart = FLEXOPS_ADAM_APART, kExtras = 1, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = random ? 0b111111 : 0b100011, kOptional = 0b110000;
+  static constexpr Data kData = mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16;
+  // Tuned on one H200.
+  static constexpr int kThreads = 128, kIterations = 1, kApart = 2;
+  static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
+  static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : mixed ? 5 : 6;
+  static constexpr int kArrays = mixed ? 6 : 4, kExtras = 1, kSums = 0, kUnscaled = kGrad;
+  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = mode == Mode::bf16_average_f32 ? 0b000011 : 0b111111,
+                       kOptional = 0b110000;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::FLEXOPS_ADAM_LOAD, kStore = Cache::FLEXOPS_ADAM_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   using Shared = Numbers;
   using Factors = typename FactorsOf<random>::type;
@@ -84,14 +63,14 @@ struct Rule {
     exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1;
     exp_avg_sq = exp_avg_sq * s.beta2 + g * g * s.one_minus_beta2;
     float largest = exp_avg_sq;
-    if constexpr (general) {
+    if constexpr (mixed) {
       if (p.array[kMaxExpAvgSq]) {
         float& seen = e.at[kMaxExpAvgSq];
         largest = seen = largest <= seen ? seen : largest;  // NaN wins
       }
     }
     param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
-    if constexpr (general) e.at[kCopy] = param;
+    if constexpr (mixed) e.at[kCopy] = param;
     if constexpr (random) {
       if (s.stochastic) {  // what is left to put() to round is exact then; other types of state are not touched
         const u32 noise = scramble(e.index + f.key);
@@ -101,13 +80,6 @@ struct Rule {
     }
   }
 };
-
-}  // namespace flexops::adam
-
-template <>
-inline constexpr bool flexops::multi::kAllBf16<flexops::adam::Rule<flexops::adam::Mode::bf16>> = true;
-
-namespace flexops::adam {
 
 template <Mode mode>
 __global__ void __launch_bounds__(Rule<mode>::kThreads, Rule<mode>::kMinBlocks)

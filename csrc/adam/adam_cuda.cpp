@@ -11,33 +11,36 @@ namespace {
 
 using adam::Mode;
 
-bool is_all_bf16(const TensorRow& row) {
-  if (row.array[kAdamMaxExpAvgSq] || row.array[kAdamCopy]) return false;
-  return row.is_bf16(kAdamParam) && row.is_bf16(kAdamGrad) && row.is_bf16(kAdamExpAvg) && row.is_bf16(kAdamExpAvgSq);
-}
-
 Mode mode_of(const TensorRow& row) {
-  if (is_all_bf16(row)) return Mode::bf16;
-  if (!row.is_f32(kAdamExpAvg) || !row.is_f32(kAdamExpAvgSq) || !row.is_f32(kAdamMaxExpAvgSq)) return Mode::narrow;
-  return multi::needs_general<adam::Rule<Mode::general>>(row) ? Mode::general : Mode::plain;
+  const multi::Data data = multi::data_of<adam::Rule<Mode::mixed>>(row);
+  if (data != multi::Data::mixed) return data == multi::Data::f32 ? Mode::f32 : Mode::bf16;
+  const bool bf16 = row.is_bf16(kAdamParam) && row.is_bf16(kAdamGrad), f32 = row.is_f32(kAdamExpAvg) && row.is_f32(kAdamExpAvgSq);
+  return bf16 && f32 && !row.array[kAdamMaxExpAvgSq] && !row.array[kAdamCopy] ? Mode::bf16_average_f32 : Mode::mixed;
 }
 
 /// The rows that need this kernel.
 template <Mode mode>
-void step_rows(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
+void step_rows(const KernelOf<multi::Launch<adam::Rule<mode>>>& kernel, const TensorRow* rows, int64_t count, const AdamOptions& options,
+               void* stream) {
   multi::launch_rows<adam::Rule<mode>>(
-      kernel<adam::adam_kernel<mode>>, rows, count, adam::make_numbers(options), [&](int64_t i) { return mode_of(rows[i]) == mode; },
+      kernel, rows, count, adam::make_numbers(options), [&](int64_t i) { return mode_of(rows[i]) == mode; },
       [&](int64_t i, int) { return rows[i].step; }, stream);
 }
 
 }  // namespace
 
 const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream) {
+  const auto average_f32 = rare_kernel<adam::adam_kernel<Mode::bf16_average_f32>>;
+  const auto mixed = rare_kernel<adam::adam_kernel<Mode::mixed>>;
+  for (int64_t i = 0; i < count; ++i) {
+    const Mode mode = mode_of(rows[i]);
+    if (mode == Mode::bf16_average_f32 ? !ready(average_f32) : mode == Mode::mixed && !ready(mixed)) return last_error();
+  }
   multi::launch_steps(rows, count, options.found_inf, stream);
-  step_rows<Mode::plain>(rows, count, options, stream);
-  step_rows<Mode::general>(rows, count, options, stream);
-  step_rows<Mode::bf16>(rows, count, options, stream);
-  step_rows<Mode::narrow>(rows, count, options, stream);
+  step_rows(kernel<adam::adam_kernel<Mode::f32>>, rows, count, options, stream);
+  step_rows(kernel<adam::adam_kernel<Mode::bf16>>, rows, count, options, stream);
+  step_rows(average_f32, rows, count, options, stream);
+  step_rows(mixed, rows, count, options, stream);
   return last_error();
 }
 

@@ -10,19 +10,9 @@
 
 namespace flexops::adam8bit {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_ADAM8BIT_LOAD)
-#define FLEXOPS_ADAM8BIT_LOAD normal
-#endif
-#if !defined(FLEXOPS_ADAM8BIT_STORE)
-#define FLEXOPS_ADAM8BIT_STORE normal
-#endif
-#if !defined(FLEXOPS_ADAM8BIT_ITERATIONS)
-#define FLEXOPS_ADAM8BIT_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_ADAM8BIT_BLOCKS)
-#define FLEXOPS_ADAM8BIT_BLOCKS 7
-#endif
+using multi::Data;
+
+// Tuned on one H200.
 
 inline constexpr int kBlock = 256;                                    // elements that share a scale
 inline constexpr int kVectors = kBlock / kWarpSize / multi::kVector;  // of a lane
@@ -30,14 +20,13 @@ inline constexpr int kLaneElements = kVectors * multi::kVector;
 inline constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;
 inline constexpr float kLess = 1.0f - 1.0f / (1 << 23);  // so that rounding never makes a power larger than the most
 
-template <bool general>
+template <Data data>
 struct Rule {
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kExpAvgScale, kExpAvgSqScale };
   enum { kStep };
-  static constexpr bool kGeneral = general;
+  static constexpr Data kData = data;
   static constexpr int kThreads = 128, kUnroll = 2;
-  static constexpr int kIterations = FLEXOPS_ADAM8BIT_ITERATIONS * (general ? 2 : 1),
-                       kMinBlocks = FLEXOPS_ADAM8BIT_BLOCKS + (general ? 1 : 0);
+  static constexpr int kIterations = data == Data::f32 ? 1 : 2, kMinBlocks = data == Data::bf16 ? 8 : 7;
   static constexpr int kArrays = 6, kExtras = 1, kSums = 0, kUnscaled = kGrad;
   static constexpr u32 kTyped = 0b11, kOptional = 0;
   static constexpr bool kReverse = false;
@@ -137,9 +126,9 @@ FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
 
 /// A lane's share of a block, element by element: kVectors vectors that lie kVector * kWarpSize apart or, if the block is not whole or not
 /// aligned, single elements that lie kWarpSize apart.
-template <bool general, bool whole>
+template <Data data, bool whole>
 struct Share {
-  using R = Rule<general>;
+  using R = Rule<data>;
   float param[kLaneElements], grad[kLaneElements];
   u32 codes1[kVectors], codes2[kVectors];
 
@@ -162,11 +151,11 @@ struct Share {
       for (int v = 0; v < kVectors; ++v) {
         const i64 from = at + place(v * multi::kVector);
         if (p.is_float(k)) {
-          const auto four = load<Cache::FLEXOPS_ADAM8BIT_LOAD>(reinterpret_cast<const Vec<float, 4>*>(p.array[k] + from * 4));
+          const auto four = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(p.array[k] + from * 4));
 #pragma unroll
           for (int i = 0; i < 4; ++i) out[v * 4 + i] = four.at[i];
         } else {
-          const auto two = load<Cache::FLEXOPS_ADAM8BIT_LOAD>(reinterpret_cast<const Vec<float, 2>*>(p.array[k] + from * 2));
+          const auto two = load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(p.array[k] + from * 2));
           out[v * 4] = two.at[0];
           out[v * 4 + 1] = two.at[1];
         }
@@ -188,38 +177,37 @@ struct Share {
 
   static FLEXOPS_DEVICE void widen(float (&inout)[kLaneElements], const multi::Pointers<R>& p, int k) {
     if (p.is_float(k)) return;
-#pragma unroll
-    for (int i = kLaneElements - 1; i >= 0; --i) {
-      const u32 word = bit_cast<u32>(whole ? inout[i / 4 * 4 + i % 4 / 2] : inout[i]);
-      const u16 bits = static_cast<u16>(whole ? word >> (i % 2 * 16) : word);
-      inout[i] = p.is_bf16(k) ? to_float(bf16{bits}) : to_float(f16{bits});
+    if (p.is_bf16(k)) {
+      widen_halves<bf16>(inout);
+    } else {
+      widen_halves<f16>(inout);
     }
+  }
+  template <typename T>
+  static FLEXOPS_DEVICE void widen_halves(float (&inout)[kLaneElements]) {
+#pragma unroll
+    for (int i = kLaneElements - 1; i >= 0; --i)
+      inout[i] = whole ? half_of<T>(bit_cast<u32>(inout[i / 4 * 4 + i % 4 / 2]), i % 2) : half_of<T>(bit_cast<u32>(inout[i]), 0);
   }
 
   static FLEXOPS_DEVICE void write_real(const multi::Pointers<R>& p, int k, i64 at, int count, const float (&in)[kLaneElements]) {
-    const auto narrow = [&](float x) { return p.is_bf16(k) ? from_float<bf16>(x).bits : from_float<f16>(x).bits; };
+    if (p.is_float(k)) {
+      write_as<float>(p.array[k], at, count, in);
+    } else if (p.is_bf16(k)) {
+      write_as<bf16>(p.array[k], at, count, in);
+    } else {
+      write_as<f16>(p.array[k], at, count, in);
+    }
+  }
+  template <typename T>
+  static FLEXOPS_DEVICE void write_as(char* base, i64 at, int count, const float (&in)[kLaneElements]) {
     if constexpr (whole) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const i64 to = at + place(v * multi::kVector);
-        if (p.is_float(k)) {
-          store<Cache::FLEXOPS_ADAM8BIT_STORE>(reinterpret_cast<Vec<float, 4>*>(p.array[k] + to * 4),
-                                               Vec<float, 4>{in[v * 4], in[v * 4 + 1], in[v * 4 + 2], in[v * 4 + 3]});
-        } else {
-          store<Cache::FLEXOPS_ADAM8BIT_STORE>(
-              reinterpret_cast<Vec<u16, 4>*>(p.array[k] + to * 2),
-              Vec<u16, 4>{narrow(in[v * 4]), narrow(in[v * 4 + 1]), narrow(in[v * 4 + 2]), narrow(in[v * 4 + 3])});
-        }
-      }
+      for (int v = 0; v < kVectors; ++v) store<T>(base, at + place(v * 4), {in[v * 4], in[v * 4 + 1], in[v * 4 + 2], in[v * 4 + 3]});
     } else {
 #pragma unroll
       for (int i = 0; i < kLaneElements; ++i) {
-        if (place(i) >= count) continue;
-        if (p.is_float(k)) {
-          reinterpret_cast<float*>(p.array[k])[at + place(i)] = in[i];
-        } else {
-          reinterpret_cast<u16*>(p.array[k])[at + place(i)] = narrow(in[i]);
-        }
+        if (place(i) < count) reinterpret_cast<T*>(base)[at + place(i)] = from_float<T>(in[i]);
       }
     }
   }
@@ -228,7 +216,7 @@ struct Share {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (whole) {
-        out[v] = load<Cache::FLEXOPS_ADAM8BIT_LOAD>(reinterpret_cast<const u32*>(codes + place(v * 4)));
+        out[v] = load<Cache::normal>(reinterpret_cast<const u32*>(codes + place(v * 4)));
       } else {
         out[v] = 0;
 #pragma unroll
@@ -243,7 +231,7 @@ struct Share {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (whole) {
-        store<Cache::FLEXOPS_ADAM8BIT_STORE>(reinterpret_cast<u32*>(codes + place(v * 4)), in[v]);
+        store<Cache::normal>(reinterpret_cast<u32*>(codes + place(v * 4)), in[v]);
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -260,11 +248,11 @@ FLEXOPS_DEVICE float scale_factor(float scale, float most) {
 
 /// A warp's step of `count` elements from `at` on, a multiple of the block. Makes the factors, if they are not there yet, once its loads
 /// are on their way.
-template <bool general, bool whole>
-FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const multi::Pointers<Rule<general>>& p, const float* step,
-                               Factors& f, i64 at, int count) {
-  using R = Rule<general>;
-  Share<general, whole> x;
+template <Data data, bool whole>
+FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi::Pointers<Rule<data>>& p, const float* step, Factors& f,
+                               i64 at, int count) {
+  using R = Rule<data>;
+  Share<data, whole> x;
   float* const scale1 = reinterpret_cast<float*>(p.array[R::kExpAvgScale]) + at / kBlock;
   float* const scale2 = reinterpret_cast<float*>(p.array[R::kExpAvgSqScale]) + at / kBlock;
   x.read(p, at, count);
@@ -283,7 +271,7 @@ FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const mu
     exp_avg_sq[i] = square2 * square2 * kept2 + g * s.one_minus_beta2 * g;
     x.param[i] -= x.param[i] * f.decay;
     x.param[i] -= f.step_size * exp_avg[i] * approximate_inverse(approximate_sqrt(exp_avg_sq[i]) * f.inverse_bias2 + f.eps);
-    if (whole || Share<general, whole>::place(i) < count) {
+    if (whole || Share<data, whole>::place(i) < count) {
       most1 = Max{}(most1, bit_cast<u32>(exp_avg[i]) & 0x7fffffffu);
       most2 = Max{}(most2, bit_cast<u32>(exp_avg_sq[i]) & 0x7fffffffu);
     }
@@ -303,7 +291,7 @@ FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const mu
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = v * 4 + i;
-      const u32 random = random_word(seed, Share<general, whole>::place(n));
+      const u32 random = random_word(seed, Share<data, whole>::place(n));
       word1[i] = encode1(exp_avg[n], factor1, half_to_float(random, 0));
       word2[i] = encode2(exp_avg_sq[n], factor2, half_to_float(random, 1));
     }
@@ -318,10 +306,10 @@ FLEXOPS_DEVICE void step_block(const typename Rule<general>::Shared& s, const mu
   }
 }
 
-template <bool general>
-__global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
-    adam8bit_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {
-  using R = Rule<general>;
+template <Data data>
+__global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
+    adam8bit_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<data>> launch) {
+  using R = Rule<data>;
   constexpr int kChunk = multi::kChunk<R>;
   static_assert(kChunk % (kBlock * (R::kThreads / kWarpSize)) == 0);
   const auto& s = launch.shared;
@@ -334,9 +322,9 @@ __global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBl
   Factors f;
   for (int at = static_cast<int>(threadIdx.x) / kWarpSize * kBlock; at < size; at += R::kThreads / kWarpSize * kBlock) {
     if (size - at >= kBlock && (p.flags & multi::kAligned)) {
-      step_block<general, true>(s, p, step, f, begin + at, kBlock);
+      step_block<data, true>(s, p, step, f, begin + at, kBlock);
     } else {
-      step_block<general, false>(s, p, step, f, begin + at, size - at < kBlock ? size - at : kBlock);
+      step_block<data, false>(s, p, step, f, begin + at, size - at < kBlock ? size - at : kBlock);
     }
   }
 }

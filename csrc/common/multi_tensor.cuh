@@ -3,12 +3,12 @@
 // thread has all loads of kUnroll vectors in flight before the first use, and blocks are small. (On an H200 loads and stores that are
 // marked as touched once are 3 % slower than plain ones.)
 //
-//   template <bool general> struct Rule {
-//     static constexpr bool kGeneral = general;      // false: every array is fp32, and no optional one is there
+//   template <Data data> struct Rule {
+//     static constexpr Data kData = data;            // what the typed arrays hold
 //     static constexpr int kThreads, kUnroll, kIterations, kMinBlocks;
 //     static constexpr int kApart;                   // as kUnroll, for tensors that are not aligned
 //     static constexpr int kArrays, kExtras, kSums;  // kExtras: small per-tensor inputs by pointer; kSums: numbers reduced over the tensor
-//     static constexpr u32 kReads, kWrites, kTyped, kOptional;   // which arrays, as bits; typed ones may be fp32, bf16 or fp16
+//     static constexpr u32 kReads, kWrites, kTyped, kOptional;   // which arrays, as bits; those that are not typed hold fp32
 //     static constexpr int kUnscaled;                // the array that is also written if shared.grad_scale is there, or -1
 //     static constexpr bool kReverse;                // last chunk first: finds in the cache what the pass before read last
 //     static constexpr Cache kLoad, kStore;
@@ -20,18 +20,15 @@
 #pragma once
 
 #include "common/device.cuh"
-#include "common/dtypes.cuh"
+#include "common/elements.cuh"
 #include "common/reduce.cuh"
-#include "common/vec.cuh"
 
 namespace flexops::multi {
 
 inline constexpr int kVector = 4;  // elements per access
 
-/// Specialized by rules whose arrays are all there and of bf16, which their launcher sees to: what each is need not be asked for each
-/// element.
-template <class Rule>
-inline constexpr bool kAllBf16 = false;
+/// What a rule's typed arrays hold: all of them fp32, or bf16, and no optional one is there; or each what its tensor's flags say.
+enum class Data { f32, bf16, mixed };
 
 template <class Rule>
 inline constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
@@ -43,13 +40,13 @@ inline constexpr u16 kFloat = 1, kBf16 = 2, kAligned = 0x8000;
 
 template <class Rule>
 __host__ __device__ constexpr bool is_typed(int k) {
-  return Rule::kGeneral && (Rule::kTyped >> k & 1) != 0;
+  return (Rule::kTyped >> k & 1) != 0;
 }
 /// The place of array k's bits among the flags.
 template <class Rule>
 __host__ __device__ constexpr int type_shift(int k) {
   int shift = 0;
-  for (int i = 0; i < k; ++i) shift += (Rule::kTyped >> i & 1) != 0 ? 2 : 0;
+  for (int i = 0; i < k; ++i) shift += is_typed<Rule>(i) ? 2 : 0;
   return shift;
 }
 
@@ -120,11 +117,16 @@ struct Pointers {
     for (int k = 0; k < Rule::kArrays; ++k) array[k] = static_cast<char*>(row.array[k]);
   }
 
-  FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kGeneral && array[k]); }
+  FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kData == Data::mixed && array[k]); }
   FLEXOPS_DEVICE bool is_float(int k) const {
-    return !kAllBf16<Rule> && (!is_typed<Rule>(k) || (flags >> type_shift<Rule>(k) & kFloat) != 0);
+    return !is_typed<Rule>(k) || Rule::kData == Data::f32 || (Rule::kData == Data::mixed && is_flagged(k, kFloat));
   }
-  FLEXOPS_DEVICE bool is_bf16(int k) const { return kAllBf16<Rule> || (is_typed<Rule>(k) && (flags >> type_shift<Rule>(k) & kBf16) != 0); }
+  FLEXOPS_DEVICE bool is_bf16(int k) const {
+    return is_typed<Rule>(k) && (Rule::kData == Data::bf16 || (Rule::kData == Data::mixed && is_flagged(k, kBf16)));
+  }
+
+ private:
+  FLEXOPS_DEVICE bool is_flagged(int k, u16 flag) const { return (flags >> type_shift<Rule>(k) & flag) != 0; }
 };
 
 /// One element of every array, as the rule sees it.
@@ -150,11 +152,11 @@ struct Elements {
       const char* base = from.array[k];
       if constexpr (kPacked) {
         if (from.is_float(k)) {
-          const auto v = load<Rule::kLoad>(reinterpret_cast<const Vec<float, kVector>*>(base + at * 4));
+          const auto v = load<float, kVector, Rule::kLoad>(base, at);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) x[k][i] = v.at[i];
         } else {
-          const auto v = load<Rule::kLoad>(reinterpret_cast<const Vec<float, kVector / 2>*>(base + at * 2));
+          const auto v = bit_cast<Vec<float, kVector / 2>>(load<bf16, kVector, Rule::kLoad>(base, at));
 #pragma unroll
           for (int i = 0; i < kVector / 2; ++i) x[k][i] = v.at[i];
         }
@@ -178,10 +180,10 @@ struct Elements {
 #pragma unroll
     for (int k = 0; k < Rule::kArrays; ++k) {
       if ((Rule::kReads >> k & 1) == 0 || from.is_float(k)) continue;
-#pragma unroll
-      for (int i = kVector - 1; i >= 0; --i) {
-        const u16 bits = static_cast<u16>(kPacked ? bit_cast<u32>(x[k][i / 2]) >> (i % 2 * 16) : bit_cast<u32>(x[k][i]));
-        x[k][i] = from.is_bf16(k) ? to_float(bf16{bits}) : to_float(f16{bits});
+      if (from.is_bf16(k)) {
+        widen_halves<bf16>(x[k]);
+      } else {
+        widen_halves<f16>(x[k]);
       }
     }
   }
@@ -207,35 +209,33 @@ struct Elements {
       const bool written = (Rule::kWrites >> k & 1) != 0 || (k == Rule::kUnscaled && unscaled);
       if (!written || !to.has(k)) continue;
       char* base = to.array[k];
-      if constexpr (kPacked) {
-        if (to.is_float(k)) {
-          Vec<float, kVector> v;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) v.at[i] = x[k][i];
-          store<Rule::kStore>(reinterpret_cast<Vec<float, kVector>*>(base + at * 4), v);
-        } else {
-          Vec<u16, kVector> v;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) v.at[i] = narrow(x[k][i], to.is_bf16(k));
-          store<Rule::kStore>(reinterpret_cast<Vec<u16, kVector>*>(base + at * 2), v);
-        }
+      if (to.is_float(k)) {
+        put_as<float>(base, x[k], at, end);
+      } else if (to.is_bf16(k)) {
+        put_as<bf16>(base, x[k], at, end);
       } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          if (at + i * kStep >= end) continue;
-          if (to.is_float(k)) {
-            store<Rule::kStore>(reinterpret_cast<float*>(base) + at + i * kStep, x[k][i]);
-          } else {
-            store<Rule::kStore>(reinterpret_cast<u16*>(base) + at + i * kStep, narrow(x[k][i], to.is_bf16(k)));
-          }
-        }
+        put_as<f16>(base, x[k], at, end);
       }
     }
   }
 
  private:
-  static FLEXOPS_DEVICE u16 narrow(float value, bool is_bf16) {
-    return is_bf16 ? from_float<bf16>(value).bits : from_float<f16>(value).bits;
+  template <typename T>
+  static FLEXOPS_DEVICE void widen_halves(float (&values)[kVector]) {
+#pragma unroll
+    for (int i = kVector - 1; i >= 0; --i)
+      values[i] = kPacked ? half_of<T>(bit_cast<u32>(values[i / 2]), i % 2) : half_of<T>(bit_cast<u32>(values[i]), 0);
+  }
+  template <typename T>
+  static FLEXOPS_DEVICE void put_as(char* base, const float (&values)[kVector], i64 at, i64 end) {
+    if constexpr (kPacked) {
+      store<T, Rule::kStore>(base, at, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (at + i * kStep < end) store<Rule::kStore>(reinterpret_cast<Vec<T, 1>*>(base) + at + i * kStep, {from_float<T>(values[i])});
+      }
+    }
   }
 };
 

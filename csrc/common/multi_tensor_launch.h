@@ -16,12 +16,23 @@ int64_t chunks_of(int64_t numel) {
   return (numel + kChunk<Rule> - 1) / kChunk<Rule>;
 }
 
-/// Whether a row needs the general kernel: `Rule` is the general one.
+/// Which of a rule's kernels a row needs. `Rule` is the one of mixed data, which knows all arrays.
 template <class Rule>
-bool needs_general(const TensorRow& row) {
+Data data_of(const TensorRow& row) {
+  bool f32 = true, bf16 = true;
   for (int k = 0; k < Rule::kArrays; ++k) {
-    if ((Rule::kOptional >> k & 1) != 0 && row.array[k]) return true;
-    if ((Rule::kTyped >> k & 1) != 0 && !row.is_f32(k)) return true;
+    if (!row.array[k] || !is_typed<Rule>(k)) continue;
+    if ((Rule::kOptional >> k & 1) != 0) return Data::mixed;
+    f32 = f32 && row.is_f32(k), bf16 = bf16 && row.is_bf16(k);
+  }
+  return f32 ? Data::f32 : bf16 ? Data::bf16 : Data::mixed;
+}
+
+/// Whether the kernel for mixed data, a rare one, is needed and cannot be had. To be asked before anything is launched that writes.
+template <class Rule>
+bool lacks_mixed(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (data_of<Rule>(rows[i]) == Data::mixed) return !ready(kernel);
   }
   return false;
 }
@@ -31,7 +42,7 @@ uint16_t make_flags(const TensorRow& row) {
   bool aligned = true;  // 16-bit data is read 8 bytes at a time, fp32 16 bytes; null is aligned
   int flags = 0;
   for (int k = 0; k < Rule::kArrays; ++k) {
-    const bool typed = (Rule::kTyped >> k & 1) != 0, wide = !typed || row.is_f32(k);
+    const bool typed = is_typed<Rule>(k), wide = !typed || row.is_f32(k);
     aligned = aligned && (reinterpret_cast<uintptr_t>(row.array[k]) & (wide ? 15 : 7)) == 0;
     if (typed) flags |= (wide ? kFloat : row.type[k] == ElementType::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
   }

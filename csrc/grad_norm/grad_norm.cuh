@@ -6,34 +6,9 @@
 
 namespace flexops::grad_norm {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_GRAD_NORM_UNROLL)
-#define FLEXOPS_GRAD_NORM_UNROLL 8
-#endif
-#if !defined(FLEXOPS_GRAD_NORM_ITERATIONS)
-#define FLEXOPS_GRAD_NORM_ITERATIONS 4
-#endif
-#if !defined(FLEXOPS_GRAD_NORM_BLOCKS)
-#define FLEXOPS_GRAD_NORM_BLOCKS 10
-#endif
-#if !defined(FLEXOPS_GRAD_NORM_LOAD)
-#define FLEXOPS_GRAD_NORM_LOAD normal
-#endif
-#if !defined(FLEXOPS_CLIP_LOAD)
-#define FLEXOPS_CLIP_LOAD normal
-#endif
-#if !defined(FLEXOPS_CLIP_STORE)
-#define FLEXOPS_CLIP_STORE normal
-#endif
-#if !defined(FLEXOPS_CLIP_UNROLL)
-#define FLEXOPS_CLIP_UNROLL 2
-#endif
-#if !defined(FLEXOPS_CLIP_ITERATIONS)
-#define FLEXOPS_CLIP_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_CLIP_BLOCKS)
-#define FLEXOPS_CLIP_BLOCKS 12
-#endif
+using multi::Data;
+
+// Tuned on one H200.
 
 /// The larger; NaN if either is one.
 struct NanMax {
@@ -43,15 +18,15 @@ struct NanMax {
 /// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest magnitude.
 template <bool two>
 struct NormRule {
-  static constexpr bool kGeneral = true;
+  static constexpr Data kData = Data::mixed;
   // Powers are much code, and do best with many threads. Chunks are equally long: the launchers count them by one of both rules.
-  static constexpr int kThreads = 128, kUnroll = two ? FLEXOPS_GRAD_NORM_UNROLL : 1;
-  static constexpr int kIterations = FLEXOPS_GRAD_NORM_UNROLL * FLEXOPS_GRAD_NORM_ITERATIONS / kUnroll;
-  static constexpr int kMinBlocks = FLEXOPS_GRAD_NORM_BLOCKS;
+  static constexpr int kThreads = 128, kUnroll = two ? 8 : 1;
+  static constexpr int kIterations = 32 / kUnroll;
+  static constexpr int kMinBlocks = 10;
   static constexpr int kArrays = 1, kApart = 1, kExtras = 1, kSums = 1, kUnscaled = -1;
   static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1, kOptional = 0;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::FLEXOPS_GRAD_NORM_LOAD, kStore = Cache::normal;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   struct Shared {
     const float *grad_scale, *found_inf;
@@ -83,16 +58,15 @@ struct NormRule {
   }
 };
 
-/// A launch that is not general has fp32 gradients only; 16-bit ones need more vectors in flight.
-template <bool general>
+/// Gradients of 16 bits need more vectors in flight.
+template <Data data>
 struct ClipRule {
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = 128, kUnroll = FLEXOPS_CLIP_UNROLL * (general ? 2 : 1), kIterations = FLEXOPS_CLIP_ITERATIONS,
-                       kMinBlocks = FLEXOPS_CLIP_BLOCKS;
+  static constexpr Data kData = data;
+  static constexpr int kThreads = 128, kUnroll = data == Data::f32 ? 2 : 4, kIterations = 1, kMinBlocks = 12;
   static constexpr int kArrays = 1, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = -1;
   static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1, kOptional = 0;
   static constexpr bool kReverse = true;  // what the norm read last is still in the cache
-  static constexpr Cache kLoad = Cache::FLEXOPS_CLIP_LOAD, kStore = Cache::FLEXOPS_CLIP_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   struct Shared {
     const float *grad_scale, *found_inf;
@@ -123,9 +97,9 @@ __global__ void __launch_bounds__(NormRule<two>::kThreads, NormRule<two>::kMinBl
   multi::run(launch);
 }
 
-template <bool general>
-__global__ void __launch_bounds__(ClipRule<general>::kThreads, ClipRule<general>::kMinBlocks)
-    clip_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<ClipRule<general>> launch) {
+template <Data data>
+__global__ void __launch_bounds__(ClipRule<data>::kThreads, ClipRule<data>::kMinBlocks)
+    clip_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<ClipRule<data>> launch) {
   if (launch.shared.factor() == 1.0f) return;
   multi::run(launch);
 }

@@ -8,15 +8,18 @@
 namespace flexops {
 namespace {
 
+using multi::Data;
+
 template <bool two>
-void reduce_rows(const TensorRow* rows, int64_t count, double norm_type, float* partials, void* stream) {
+void reduce_rows(const KernelOf<multi::Launch<grad_norm::NormRule<two>>>& kernel, const TensorRow* rows, int64_t count, double norm_type,
+                 float* partials, void* stream) {
   using Rule = grad_norm::NormRule<two>;
   typename Rule::Shared shared = {};
   shared.power = static_cast<float>(norm_type);
   shared.infinite = norm_kind(norm_type) == NormKind::infinity;
   int64_t chunks = 0;
   multi::launch_rows<Rule>(
-      kernel<grad_norm::norm_kernel<two>>, rows, count, shared, [](int64_t) { return true; },
+      kernel, rows, count, shared, [](int64_t) { return true; },
       [&](int64_t i, int) {
         const float* mine = partials + chunks;
         chunks += multi::chunks_of<Rule>(rows[i].numel);
@@ -25,16 +28,16 @@ void reduce_rows(const TensorRow* rows, int64_t count, double norm_type, float* 
       stream);
 }
 
-template <bool general>
-void clip_rows(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream) {
-  using Rule = grad_norm::ClipRule<general>;
+template <Data data>
+void clip_rows(const KernelOf<multi::Launch<grad_norm::ClipRule<data>>>& kernel, const TensorRow* rows, int64_t count,
+               const float* total_norm, double max_norm, void* stream) {
+  using Rule = grad_norm::ClipRule<data>;
   typename Rule::Shared shared = {};
   shared.total_norm = total_norm;
   shared.max_norm = static_cast<float>(max_norm);
   multi::launch_rows<Rule>(
-      kernel<grad_norm::clip_kernel<general>>, rows, count, shared,
-      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [](int64_t, int) -> const float* { return nullptr; },
-      stream);
+      kernel, rows, count, shared, [&](int64_t i) { return multi::data_of<grad_norm::ClipRule<Data::mixed>>(rows[i]) == data; },
+      [](int64_t, int) -> const float* { return nullptr; }, stream);
 }
 
 int64_t count_chunks(const TensorRow* rows, int64_t count) {
@@ -50,9 +53,9 @@ int64_t grad_norm_partials(const TensorRow* rows, int64_t count) { return count_
 const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_type, float* partials, float* norm, void* stream) {
   const NormKind kind = norm_kind(norm_type);
   if (kind == NormKind::two) {
-    reduce_rows<true>(rows, count, norm_type, partials, stream);
+    reduce_rows(kernel<grad_norm::norm_kernel<true>>, rows, count, norm_type, partials, stream);
   } else {
-    reduce_rows<false>(rows, count, norm_type, partials, stream);
+    reduce_rows(rare_kernel<grad_norm::norm_kernel<false>>, rows, count, norm_type, partials, stream);
   }
   grad_norm::Final final;
   final.partials = partials;
@@ -65,8 +68,11 @@ const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_typ
 }
 
 const char* clip_grads_cuda(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream) {
-  clip_rows<true>(rows, count, total_norm, max_norm, stream);
-  clip_rows<false>(rows, count, total_norm, max_norm, stream);
+  const auto mixed = rare_kernel<grad_norm::clip_kernel<Data::mixed>>;
+  if (multi::lacks_mixed(mixed, rows, count)) return last_error();
+  clip_rows(mixed, rows, count, total_norm, max_norm, stream);
+  clip_rows(kernel<grad_norm::clip_kernel<Data::bf16>>, rows, count, total_norm, max_norm, stream);
+  clip_rows(kernel<grad_norm::clip_kernel<Data::f32>>, rows, count, total_norm, max_norm, stream);
   return last_error();
 }
 

@@ -7,37 +7,9 @@
 
 namespace flexops::lamb {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_LAMB_UNROLL)
-#define FLEXOPS_LAMB_UNROLL 2
-#endif
-#if !defined(FLEXOPS_LAMB_ITERATIONS)
-#define FLEXOPS_LAMB_ITERATIONS 4
-#endif
-#if !defined(FLEXOPS_LAMB_BLOCKS)
-#define FLEXOPS_LAMB_BLOCKS 8
-#endif
-#if !defined(FLEXOPS_LAMB_LOAD)
-#define FLEXOPS_LAMB_LOAD normal
-#endif
-#if !defined(FLEXOPS_LAMB_STORE)
-#define FLEXOPS_LAMB_STORE normal
-#endif
-#if !defined(FLEXOPS_LAMB_APPLY_LOAD)
-#define FLEXOPS_LAMB_APPLY_LOAD normal
-#endif
-#if !defined(FLEXOPS_LAMB_APPLY_STORE)
-#define FLEXOPS_LAMB_APPLY_STORE normal
-#endif
-#if !defined(FLEXOPS_LAMB_APPLY_UNROLL)
-#define FLEXOPS_LAMB_APPLY_UNROLL 2
-#endif
-#if !defined(FLEXOPS_LAMB_APPLY_ITERATIONS)
-#define FLEXOPS_LAMB_APPLY_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_LAMB_APPLY_BLOCKS)
-#define FLEXOPS_LAMB_APPLY_BLOCKS 8
-#endif
+using multi::Data;
+
+// Tuned on one H200.
 
 struct Shared : adam::Numbers {
   bool adapt;
@@ -55,18 +27,18 @@ struct Bias {
   }
 };
 
-/// First pass. A launch that is not general has fp32 parameters and gradients only.
-template <bool general>
+/// First pass.
+template <Data data>
 struct Moments {
   enum { kParam, kGrad, kExpAvg, kExpAvgSq };
   enum { kStep, kPartials };
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = 128, kUnroll = FLEXOPS_LAMB_UNROLL, kIterations = FLEXOPS_LAMB_ITERATIONS;
-  static constexpr int kMinBlocks = general ? FLEXOPS_LAMB_BLOCKS * 3 / 4 : FLEXOPS_LAMB_BLOCKS;
+  static constexpr Data kData = data;
+  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 4;
+  static constexpr int kMinBlocks = data == Data::f32 ? 8 : 6;
   static constexpr int kArrays = 4, kApart = 1, kExtras = 2, kSums = 2, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b1111, kWrites = 0b1100, kTyped = 0b0011, kOptional = 0;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::FLEXOPS_LAMB_LOAD, kStore = Cache::FLEXOPS_LAMB_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
 
   struct Factors {
@@ -94,17 +66,17 @@ struct Moments {
 };
 
 /// Second pass: backwards, because what the first wrote last is still in the cache.
-template <bool general>
+template <Data data>
 struct Apply {
   enum { kParam, kExpAvg, kExpAvgSq };
   enum { kStep, kNorms };
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = 128, kUnroll = FLEXOPS_LAMB_APPLY_UNROLL, kIterations = FLEXOPS_LAMB_APPLY_ITERATIONS;
-  static constexpr int kMinBlocks = FLEXOPS_LAMB_APPLY_BLOCKS;
+  static constexpr Data kData = data;
+  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
+  static constexpr int kMinBlocks = 8;
   static constexpr int kArrays = 3, kApart = 1, kExtras = 2, kSums = 0, kUnscaled = -1;
   static constexpr u32 kReads = 0b111, kWrites = 0b001, kTyped = 0b001, kOptional = 0;
   static constexpr bool kReverse = true;
-  static constexpr Cache kLoad = Cache::FLEXOPS_LAMB_APPLY_LOAD, kStore = Cache::FLEXOPS_LAMB_APPLY_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
 
   struct Factors {
@@ -136,9 +108,9 @@ struct Segments {
 };
 static_assert(sizeof(Segments) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
 
-template <bool general>
-__global__ void __launch_bounds__(Moments<general>::kThreads, Moments<general>::kMinBlocks)
-    moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<general>> launch) {
+template <Data data>
+__global__ void __launch_bounds__(Moments<data>::kThreads, Moments<data>::kMinBlocks)
+    moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<data>> launch) {
   multi::run(launch);
 }
 
@@ -161,9 +133,9 @@ __global__ void __launch_bounds__(Segments::kThreads) norms_kernel(const FLEXOPS
   s.norms[2 * t + 1] = update;
 }
 
-template <bool general>
-__global__ void __launch_bounds__(Apply<general>::kThreads, Apply<general>::kMinBlocks)
-    apply_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Apply<general>> launch) {
+template <Data data>
+__global__ void __launch_bounds__(Apply<data>::kThreads, Apply<data>::kMinBlocks)
+    apply_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Apply<data>> launch) {
   multi::run(launch);
 }
 

@@ -9,6 +9,8 @@
 namespace flexops {
 namespace {
 
+using multi::Data;
+
 lamb::Shared make_shared(const LambOptions& o) {
   lamb::Shared s;
   static_cast<adam::Numbers&>(s) = adam::make_numbers(o);
@@ -16,20 +18,25 @@ lamb::Shared make_shared(const LambOptions& o) {
   return s;
 }
 
-int64_t chunks_of(const TensorRow& row) { return multi::chunks_of<lamb::Moments<false>>(row.numel); }
-static_assert(multi::kChunk<lamb::Moments<false>> == multi::kChunk<lamb::Moments<true>>, "their sums lie in one array");
+int64_t chunks_of(const TensorRow& row) { return multi::chunks_of<lamb::Moments<Data::f32>>(row.numel); }
+static_assert(multi::kChunk<lamb::Moments<Data::f32>> == multi::kChunk<lamb::Moments<Data::bf16>> &&
+                  multi::kChunk<lamb::Moments<Data::f32>> == multi::kChunk<lamb::Moments<Data::mixed>>,
+              "their sums lie in one array");
 
-template <bool general>
-void measure_rows(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, void* stream) {
-  using Rule = lamb::Moments<general>;
+constexpr auto kMixedMoments = rare_kernel<lamb::moments_kernel<Data::mixed>>;
+constexpr auto kMixedApply = rare_kernel<lamb::apply_kernel<Data::mixed>>;
+
+template <Data data>
+void measure_rows(const KernelOf<multi::Launch<lamb::Moments<data>>>& kernel, const TensorRow* rows, int64_t count,
+                  const LambOptions& options, float* partials, void* stream) {
+  using Rule = lamb::Moments<data>;
   int64_t counted = 0, chunks = 0;  // of the rows before `counted`
   const auto find = [&](int64_t i) {
     for (; counted < i; ++counted) chunks += chunks_of(rows[counted]);
     return partials + 2 * chunks;
   };
   multi::launch_rows<Rule>(
-      kernel<lamb::moments_kernel<general>>, rows, count, make_shared(options),
-      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      kernel, rows, count, make_shared(options), [&](int64_t i) { return multi::data_of<lamb::Moments<Data::mixed>>(rows[i]) == data; },
       [&](int64_t i, int extra) -> const float* { return extra == Rule::kStep ? rows[i].step : find(i); }, stream);
 }
 
@@ -50,12 +57,12 @@ void add_norms(const TensorRow* rows, int64_t count, const float* found_inf, con
   }
 }
 
-template <bool general>
-void apply_rows(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
-  using Rule = lamb::Apply<general>;
+template <Data data>
+void apply_rows(const KernelOf<multi::Launch<lamb::Apply<data>>>& kernel, const TensorRow* rows, int64_t count, const LambOptions& options,
+                const float* norms, void* stream) {
+  using Rule = lamb::Apply<data>;
   multi::launch_rows<Rule>(
-      kernel<lamb::apply_kernel<general>>, rows, count, make_shared(options),
-      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; },
+      kernel, rows, count, make_shared(options), [&](int64_t i) { return multi::data_of<lamb::Apply<Data::mixed>>(rows[i]) == data; },
       [&](int64_t i, int extra) { return extra == Rule::kStep ? rows[i].step : norms + 2 * i; }, stream);
 }
 
@@ -69,16 +76,19 @@ int64_t lamb_partials(const TensorRow* rows, int64_t count) {
 
 const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, float* norms,
                               void* stream) {
+  if (multi::lacks_mixed(kMixedMoments, rows, count) || multi::lacks_mixed(kMixedApply, rows, count)) return last_error();
   multi::launch_steps(rows, count, options.found_inf, stream);
-  measure_rows<false>(rows, count, options, partials, stream);
-  measure_rows<true>(rows, count, options, partials, stream);
+  measure_rows(kernel<lamb::moments_kernel<Data::f32>>, rows, count, options, partials, stream);
+  measure_rows(kernel<lamb::moments_kernel<Data::bf16>>, rows, count, options, partials, stream);
+  measure_rows(kMixedMoments, rows, count, options, partials, stream);
   add_norms(rows, count, options.found_inf, partials, norms, stream);
   return last_error();
 }
 
 const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream) {
-  apply_rows<true>(rows, count, options, norms, stream);
-  apply_rows<false>(rows, count, options, norms, stream);
+  apply_rows(kMixedApply, rows, count, options, norms, stream);
+  apply_rows(kernel<lamb::apply_kernel<Data::bf16>>, rows, count, options, norms, stream);
+  apply_rows(kernel<lamb::apply_kernel<Data::f32>>, rows, count, options, norms, stream);
   return last_error();
 }
 

@@ -5,40 +5,20 @@
 
 namespace flexops::lion {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_LION_THREADS)
-#define FLEXOPS_LION_THREADS 128
-#endif
-#if !defined(FLEXOPS_LION_UNROLL)
-#define FLEXOPS_LION_UNROLL 2
-#endif
-#if !defined(FLEXOPS_LION_ITERATIONS)
-#define FLEXOPS_LION_ITERATIONS 1
-#endif
-#if !defined(FLEXOPS_LION_LOAD)
-#define FLEXOPS_LION_LOAD normal
-#endif
-#if !defined(FLEXOPS_LION_STORE)
-#define FLEXOPS_LION_STORE normal
-#endif
-#if !defined(FLEXOPS_LION_APART)
-#define FLEXOPS_LION_APART 1
-#endif
-#if !defined(FLEXOPS_LION_BLOCKS)
-#define FLEXOPS_LION_BLOCKS 8
-#endif
+using multi::Data;
 
-/// A launch that is not general has fp32 parameters and gradients only.
-template <bool general>
+// Tuned on one H200.
+
+template <Data data>
 struct Rule {
   enum { kParam, kGrad, kExpAvg };
-  static constexpr bool kGeneral = general;
-  static constexpr int kThreads = FLEXOPS_LION_THREADS, kUnroll = FLEXOPS_LION_UNROLL, kIterations = FLEXOPS_LION_ITERATIONS;
-  static constexpr int kMinBlocks = FLEXOPS_LION_BLOCKS;
-  static constexpr int kArrays = 3, kApart = FLEXOPS_LION_APART, kExtras = 0, kSums = 0, kUnscaled = kGrad;
+  static constexpr Data kData = data;
+  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
+  static constexpr int kMinBlocks = 8;
+  static constexpr int kArrays = 3, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = 0b011, kOptional = 0;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::FLEXOPS_LION_LOAD, kStore = Cache::FLEXOPS_LION_STORE;
+  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   struct Shared {
     const float *grad_scale, *found_inf;
@@ -70,9 +50,9 @@ struct Rule {
   }
 };
 
-template <bool general>
-__global__ void __launch_bounds__(Rule<general>::kThreads, Rule<general>::kMinBlocks)
-    lion_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<general>> launch) {
+template <Data data>
+__global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
+    lion_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Rule<data>> launch) {
   multi::run(launch);
 }
 

@@ -8,9 +8,12 @@
 namespace flexops {
 namespace {
 
-template <bool general>
-typename lion::Rule<general>::Shared make_shared(const LionOptions& o) {
-  typename lion::Rule<general>::Shared s;
+using multi::Data;
+
+template <Data data>
+void step_rows(const KernelOf<multi::Launch<lion::Rule<data>>>& kernel, const TensorRow* rows, int64_t count, const LionOptions& o,
+               void* stream) {
+  typename lion::Rule<data>::Shared s;
   s.grad_scale = o.grad_scale;
   s.found_inf = o.found_inf;
   s.lr_tensor = o.lr_tensor;
@@ -21,23 +24,19 @@ typename lion::Rule<general>::Shared make_shared(const LionOptions& o) {
   s.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
   s.weight_decay = static_cast<float>(o.weight_decay);
   s.maximize = o.maximize;
-  return s;
-}
-
-template <bool general>
-void step_rows(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream) {
-  using Rule = lion::Rule<general>;
-  multi::launch_rows<Rule>(
-      kernel<lion::lion_kernel<general>>, rows, count, make_shared<general>(options),
-      [&](int64_t i) { return multi::needs_general<Rule>(rows[i]) == general; }, [](int64_t, int) -> const float* { return nullptr; },
-      stream);
+  multi::launch_rows<lion::Rule<data>>(
+      kernel, rows, count, s, [&](int64_t i) { return multi::data_of<lion::Rule<Data::mixed>>(rows[i]) == data; },
+      [](int64_t, int) -> const float* { return nullptr; }, stream);
 }
 
 }  // namespace
 
 const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream) {
-  step_rows<false>(rows, count, options, stream);
-  step_rows<true>(rows, count, options, stream);
+  const auto mixed = rare_kernel<lion::lion_kernel<Data::mixed>>;
+  if (multi::lacks_mixed(mixed, rows, count)) return last_error();
+  step_rows(kernel<lion::lion_kernel<Data::f32>>, rows, count, options, stream);
+  step_rows(kernel<lion::lion_kernel<Data::bf16>>, rows, count, options, stream);
+  step_rows(mixed, rows, count, options, stream);
   return last_error();
 }
 
