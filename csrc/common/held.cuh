@@ -19,32 +19,32 @@ FLEXOPS_DEVICE Packed next(Packed (&vectors)[V]) {
 }
 
 /// Whether all of the elements [at, at + kVector) are in a row of `length`, or none of them behind its begin is.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE bool is_whole(int at, int length) {
-  return (at >= 0 && at + kVector<type> <= length) || at >= length;
+  return (at >= 0 && at + kPerVector<T> <= length) || at >= length;
 }
 
 FLEXOPS_DEVICE bool is_inside(int at, int length) { return static_cast<u32>(at) < static_cast<u32>(length); }
 
 /// Where a row begins or ends within the elements [at, at + kVector), those outside of it become `other`'s.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void limit(Packed& values, int at, int length, u32 other) {
-  constexpr int N = kVector<type>;
-  if (is_whole<type>(at, length)) return;
+  constexpr int N = kPerVector<T>;
+  if (is_whole<T>(at, length)) return;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     u32 keep = 0;
 #pragma unroll
     for (int i = w * N / 4; i < (w + 1) * N / 4; ++i)
-      if (is_inside(at + i, length)) keep |= type == kF32 ? ~0u : 0xffffu << (i % 2 * 16);
+      if (is_inside(at + i, length)) keep |= kIsFloat<T> ? ~0u : 0xffffu << (i % 2 * 16);
     values.at[w] = choose(keep, values.at[w], other);
   }
 }
 
 /// The same where only the row's end can be among them: less to compile.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void limit_end(Packed& values, int at, int length, u32 other) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
   const int inside = length - at;
   if (inside >= N || inside <= 0) return;
 #pragma unroll
@@ -56,16 +56,16 @@ FLEXOPS_DEVICE void limit_end(Packed& values, int at, int length, u32 other) {
 }
 
 /// The same for all of a thread's vectors, of which the first one alone may begin before the row.
-template <Type type, int V>
+template <typename T, int V>
 FLEXOPS_DEVICE void limit_all(Packed (&values)[V], int first, int step, int length, u32 other) {
   bool ragged = first < 0;
 #pragma unroll
-  for (int k = 0; k < V; ++k) ragged |= is_inside(length - 1 - first - k * step, kVector<type> - 1);
+  for (int k = 0; k < V; ++k) ragged |= is_inside(length - 1 - first - k * step, kPerVector<T> - 1);
   if (!ragged) return;
 #pragma unroll 1
   for (int k = 0; k < V; ++k) {
     next(values);
-    limit<type>(values[V - 1], first + k * step, length, other);
+    limit<T>(values[V - 1], first + k * step, length, other);
   }
 }
 

@@ -5,34 +5,16 @@
 #pragma once
 
 #include "common/device.cuh"
-#include "common/dtypes.cuh"
+#include "common/elements.cuh"
 #include "common/reduce.cuh"
-#include "common/vec.cuh"
 
 namespace flexops::rows {
 
-enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };
-
-template <Type type>
-struct ElementOf {
-  using type_ = float;
-};
-template <>
-struct ElementOf<kF16> {
-  using type_ = f16;
-};
-template <>
-struct ElementOf<kBf16> {
-  using type_ = bf16;
-};
-template <Type type>
-using Element = typename ElementOf<type>::type_;
-
-/// Elements of a vector.
-template <Type type>
-inline constexpr int kVector = type == kF32 ? 4 : 8;
-
+/// The elements of a vector, as words.
 using Packed = Vec<u32, 4>;
+
+template <typename T>
+inline constexpr bool kIsFloat = sizeof(T) == 4;
 
 inline constexpr int kNarrowWarp = 32;  // lanes that share a row, at most; a wavefront of 64 holds two such groups
 
@@ -50,53 +32,51 @@ FLEXOPS_DEVICE float quick_exp2(float value) {
 #endif
 }
 
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void widen(float* out, const Packed& in) {
+  constexpr int N = kPerVector<T>;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if constexpr (type == kF32) {
-      out[w] = bit_cast<float>(in.at[w]);
-    } else if constexpr (type == kBf16) {
-      out[2 * w] = bit_cast<float>(in.at[w] << 16);
-      out[2 * w + 1] = bit_cast<float>(in.at[w] & 0xffff0000u);
+  for (int i = 0; i < N; ++i) {
+    if constexpr (kIsFloat<T>) {
+      out[i] = bit_cast<float>(in.at[i]);
     } else {
-      out[2 * w] = to_float(f16{static_cast<u16>(in.at[w])});
-      out[2 * w + 1] = to_float(f16{static_cast<u16>(in.at[w] >> 16)});
+      out[i] = half_of<T>(in.at[i / 2], i % 2);
     }
   }
 }
 
-template <Type type>
-FLEXOPS_DEVICE Packed narrow(const float* in) {
+/// Numbers rounded to T.
+template <typename T>
+FLEXOPS_DEVICE Packed packed(const float* in) {
   Packed out;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    if constexpr (type == kF32) {
+    if constexpr (kIsFloat<T>) {
       out.at[w] = bit_cast<u32>(in[w]);
     } else {
-      out.at[w] = pack2<Element<type>>(in[2 * w], in[2 * w + 1]);
+      out.at[w] = pack2<T>(in[2 * w], in[2 * w + 1]);
     }
   }
   return out;
 }
 
 /// Elements between the last multiple of 16 bytes and `row`.
-template <Type type>
-FLEXOPS_DEVICE int head_of(const Element<type>* row) {
-  return static_cast<int>(reinterpret_cast<u64>(row) & 15) / static_cast<int>(sizeof(Element<type>));
+template <typename T>
+FLEXOPS_DEVICE int head_of(const T* row) {
+  return static_cast<int>(reinterpret_cast<u64>(row) & 15) / static_cast<int>(sizeof(T));
 }
 
 /// Elements [at, at + kVector) of a row, which start at a multiple of 16 bytes; at least one of them must be in the row. Those outside are
 /// read all the same, because 16 aligned bytes lie in one allocation if one of them does, and must be ignored.
-template <Type type, Cache cache>
-FLEXOPS_DEVICE Packed load_vector(const Element<type>* row, int at) {
+template <typename T, Cache cache>
+FLEXOPS_DEVICE Packed load_vector(const T* row, int at) {
   return load<cache>(reinterpret_cast<const Packed*>(row + at));
 }
 
 /// Writes those of the elements [at, at + kVector) that are in the row, of `length`.
-template <Type type, Cache cache>
-FLEXOPS_DEVICE void store_vector(Element<type>* row, int at, int length, const Packed& value) {
-  constexpr int N = kVector<type>;
+template <typename T, Cache cache>
+FLEXOPS_DEVICE void store_vector(T* row, int at, int length, const Packed& value) {
+  constexpr int N = kPerVector<T>;
   if (at >= 0 && at + N <= length) {
     store<cache>(reinterpret_cast<Packed*>(row + at), value);
     return;
@@ -106,10 +86,10 @@ FLEXOPS_DEVICE void store_vector(Element<type>* row, int at, int length, const P
   for (int i = at < 0 ? -at : 0; i < N && at + i < length; ++i) {
     const u32 low = i < N / 2 ? value.at[0] : value.at[2], high = i < N / 2 ? value.at[1] : value.at[3];
     const u32 word = i / kPerWord % 2 ? high : low;
-    if constexpr (type == kF32) {
+    if constexpr (kIsFloat<T>) {
       row[at + i] = bit_cast<float>(word);
     } else {
-      row[at + i] = Element<type>{static_cast<u16>(word >> (i % kPerWord * kBits))};
+      row[at + i] = T{static_cast<u16>(word >> (i % kPerWord * kBits))};
     }
   }
 }

@@ -25,28 +25,27 @@ inline constexpr int kResident = 1024;     // threads that run on a processor at
 
 /// Asks for the row that will be taken where this one is done with, a block of threads to each, so that memory need not wait while this
 /// one's gradient is worked out. Pays for rows of one chunk only: of longer ones it drives out what is still to be read again.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
 #if !FLEXOPS_HIP
-  constexpr int kLine = 128 / sizeof(Element<type>);
+  constexpr int kLine = 128 / sizeof(T);
   u32 processors;
   asm("mov.u32 %0, %%nsmid;" : "=r"(processors));
   row += processors * (kResident / blockDim.x);
   const int at = static_cast<int>(threadIdx.x) * kLine;
   if (row >= p.rows || at >= p.length) return;
-  prefetch(static_cast<const Element<type>*>(p.logits) + row * p.stride + at);
+  prefetch(static_cast<const T*>(p.logits) + row * p.stride + at);
 #else
   (void)p, (void)row;
 #endif
 }
 
 /// Losses, maxima and sums; if `gradient`, these and gradients, or gradients from maxima and sums, as Params tells.
-template <Type type, bool gradient = true>
+template <typename T, bool gradient = true>
 __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = gradient ? kVectors : kForwardVectors;
-  constexpr int kParts = type == kF32 ? 2 : 1;  // accurate powers are much code: all of it at once is too much for the instruction cache
-  constexpr bool kMayForward = type == kF32;    // it has no kernel of its own for that
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = gradient ? kVectors : kForwardVectors;
+  constexpr int kParts = kIsFloat<T> ? 2 : 1;  // accurate powers are much code: all of it at once is too much for the instruction cache
+  constexpr bool kMayForward = kIsFloat<T>;    // it has no kernel of its own for that
   __shared__ float4 shared[kWarps];
   __shared__ float counts[kWarps];
   i64 row = blockIdx.x;
@@ -66,12 +65,12 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   const T* x = static_cast<const T*>(p.logits) + row * p.stride;
 
   // This block's vectors are [rank * part, (rank + 1) * part), which it takes in chunks.
-  const int begin = rank * p.part * N - head_of<type>(x), step = p.lanes * N, chunk = step * V;
+  const int begin = rank * p.part * N - head_of<T>(x), step = p.lanes * N, chunk = step * V;
   const int rest = p.length - begin, reach = p.part * N, end = begin + (rest < reach ? rest : reach);
   const int first = begin + lane * N;
   if (!used && p.lanes > kNarrowWarp) {  // the same for all that share the row
     if (p.losses && lane == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-    if (gradient && (!kMayForward || p.out)) clear_part<type>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
+    if (gradient && (!kMayForward || p.out)) clear_part<T>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
     return;
   }
   const int target = valid ? static_cast<int>(wanted) : -N;
@@ -84,20 +83,20 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = first + from + k * step;
-      raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
+      raw[k] = {{kNothing<T>, kNothing<T>, kNothing<T>, kNothing<T>}};
       if (at >= end) continue;
       // What is read again should still be in the cache then.
-      raw[k] = from < last ? load_vector<type, Cache::normal>(x, at) : load_vector<type, kRead>(x, at);
+      raw[k] = from < last ? load_vector<T, Cache::normal>(x, at) : load_vector<T, kRead>(x, at);
     }
-    limit_all<type>(raw, first + from, step, p.length, kNothing<type>);
+    limit_all<T>(raw, first + from, step, p.length, kNothing<T>);
     if (gradient && p.losses == nullptr) break;
-    add_vectors<type, V, kParts>(s, p, raw, first + from, step, end);
+    add_vectors<T, V, kParts>(s, p, raw, first + from, step, end);
   }
 
   float maximum, sum, divisor = p.divisor ? *p.divisor : 1.0f;
   if (!gradient || p.losses) {
     const float at_target = valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
-    if (gradient && (!kMayForward || p.out) && last == 0 && p.lanes > kNarrowWarp) prefetch_next<type>(p, row);
+    if (gradient && (!kMayForward || p.out) && last == 0 && p.lanes > kNarrowWarp) prefetch_next<T>(p, row);
     if (p.count) divisor = count_targets(p, counts);
     s = reduce_row(p, s, shared);
     maximum = settle(s.maximum), sum = s.sum;
@@ -110,15 +109,15 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   }
   if (!gradient || (kMayForward && !p.out) || !exists) return;
   T* out = static_cast<T*>(p.out) + row * p.out_stride;  // not before: registers are short
-  if (!used) return clear_part<type>(p, out, first, step, end);
+  if (!used) return clear_part<T>(p, out, first, step, end);
   const float weight = (p.upstream ? p.upstream[p.each_row ? row : 0] : 1.0f) / divisor;
-  const Gradient g = make_gradient<type>(p, maximum, sum, valid ? weight : not_a_number());
+  const Gradient g = make_gradient<T>(p, maximum, sum, valid ? weight : not_a_number());
   for (int from = last; from >= 0; from -= chunk) {
     if (from != last) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const int at = first + from + k * step;
-        if (at < end) raw[k] = load_vector<type, kRead>(x, at);
+        if (at < end) raw[k] = load_vector<T, kRead>(x, at);
       }
     }
 #pragma unroll 1
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
       for (int k = 0; k < V / kParts; ++k) {
         const int at = first + from + (part * (V / kParts) + k) * step;
         if (at >= end) break;
-        write_vector<type>(p, out, raw[k], at, g, target);
+        write_vector<T>(p, out, raw[k], at, g, target);
         if constexpr (kParts == 2) raw[k] = raw[k + V / 2];
       }
     }
@@ -156,24 +155,23 @@ __global__ void __launch_bounds__(kMostThreads)
 }
 
 /// values[r, :] *= factors[r] (or factors[0]), skipping rows whose factor is 1.
-template <Type type>
-__global__ void __launch_bounds__(kScaleThreads)
-    scale_rows(Element<type>* values, const float* factors, i64 rows, i64 length, int each_row) {
-  constexpr int N = kVector<type>;
+template <typename T>
+__global__ void __launch_bounds__(kScaleThreads) scale_rows(T* values, const float* factors, i64 rows, i64 length, int each_row) {
+  constexpr int N = kPerVector<T>;
   if (!each_row) length *= rows, rows = 1;
   for (i64 row = each_row ? blockIdx.y : 0; row < rows; row += each_row ? gridDim.y : 1) {
     const float factor = factors[row];
     if (factor == 1.0f) continue;
-    Element<type>* data = values + row * length;
-    for (i64 at = (static_cast<i64>(blockIdx.x) * kScaleThreads + threadIdx.x) * N - head_of<type>(data); at < length;
+    T* data = values + row * length;
+    for (i64 at = (static_cast<i64>(blockIdx.x) * kScaleThreads + threadIdx.x) * N - head_of<T>(data); at < length;
          at += static_cast<i64>(gridDim.x) * kScaleThreads * N) {
       float x[N];
-      widen<type>(x, load<Cache::streaming>(reinterpret_cast<const Packed*>(data + at)));
+      widen<T>(x, load<Cache::streaming>(reinterpret_cast<const Packed*>(data + at)));
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] *= factor;
       const i64 skipped = at < 0 ? -at : 0, rest = length - at;
-      store_vector<type, kWrite>(data + at + skipped, -static_cast<int>(skipped), static_cast<int>((rest < N ? rest : N) - skipped),
-                                 narrow<type>(x));
+      store_vector<T, kWrite>(data + at + skipped, -static_cast<int>(skipped), static_cast<int>((rest < N ? rest : N) - skipped),
+                              packed<T>(x));
     }
   }
 }

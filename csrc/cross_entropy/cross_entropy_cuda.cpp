@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts those that are not ignored
 
-int64_t elements_of(ElementType type) { return type == ElementType::f32 ? 4 : 8; }
+int64_t elements_of(ElementType type) { return 16 / element_size(type); }
 
 /// Vectors that the longest row needs, wherever it starts.
 int64_t vectors_of(const void* data, const Logits& shape) {
@@ -20,13 +20,11 @@ int64_t vectors_of(const void* data, const Logits& shape) {
 
 /// A kernel for each type.
 using Kernels = KernelOf<Params>[3];
-const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF32>>,
-                       kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF16>>,
-                       kernel<cross_entropy::cross_entropy_rows<cross_entropy::kBf16>>};
+const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<float>>, kernel<cross_entropy::cross_entropy_rows<f16>>,
+                       kernel<cross_entropy::cross_entropy_rows<bf16>>};
 /// Without gradients: 16-bit logits need fewer registers then.
-const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF32>>,
-                              kernel<cross_entropy::cross_entropy_rows<cross_entropy::kF16, false>>,
-                              kernel<cross_entropy::cross_entropy_rows<cross_entropy::kBf16, false>>};
+const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>, kernel<cross_entropy::cross_entropy_rows<f16, false>>,
+                              kernel<cross_entropy::cross_entropy_rows<bf16, false>>};
 
 const KernelOf<Params>& rows_kernel(const Params& p, ElementType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
 
@@ -81,10 +79,9 @@ void launch_finish(const Logits& shape, const int64_t* target, const LossStats& 
                   reduction == Reduction::mean);
 }
 
-template <cross_entropy::Type type>
+template <typename T>
 void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows, int64_t length, bool each_row) {
-  flexops::launch(kernel<cross_entropy::scale_rows<type>>, config, static_cast<cross_entropy::Element<type>*>(values), factors, rows,
-                  length, each_row);
+  flexops::launch(kernel<cross_entropy::scale_rows<T>>, config, static_cast<T*>(values), factors, rows, length, each_row);
 }
 
 }  // namespace
@@ -135,9 +132,9 @@ const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_
   const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
   const Dim3 grid = blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
   const LaunchConfig config = {grid, {cross_entropy::kScaleThreads}, stream};
-  if (type == ElementType::f32) scale_rows<cross_entropy::kF32>(config, values, factors, rows, length, each_row);
-  if (type == ElementType::f16) scale_rows<cross_entropy::kF16>(config, values, factors, rows, length, each_row);
-  if (type == ElementType::bf16) scale_rows<cross_entropy::kBf16>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::f32) scale_rows<float>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::f16) scale_rows<f16>(config, values, factors, rows, length, each_row);
+  if (type == ElementType::bf16) scale_rows<bf16>(config, values, factors, rows, length, each_row);
   return last_error();
 }
 

@@ -11,7 +11,7 @@ using cross_entropy::Params;
 
 #if !FLEXOPS_HIP
 
-constexpr auto kRing = kernel<cross_entropy::cross_entropy_ring<cross_entropy::kF32>>;
+constexpr auto kRing = kernel<cross_entropy::cross_entropy_ring<float>>;
 
 LaunchConfig ring_launch(int64_t clusters, int64_t size, void* stream) {
   constexpr int64_t kBytes = cross_entropy::kRingChunks * cross_entropy::kRingChunk * 16;

@@ -76,14 +76,14 @@ struct Part {
   int begin, end, target;
   bool valid;
 
-  template <Type type>
+  template <typename T>
   FLEXOPS_DEVICE static Part of(const Params& p, i64 row, i64 wanted, int rank) {
-    constexpr int N = kVector<type>;
+    constexpr int N = kPerVector<T>;
     Part out;
     out.row = row;
     out.valid = wanted >= 0 && wanted < p.length;
     out.target = out.valid ? static_cast<int>(wanted) : -N;
-    out.begin = rank * p.part * N - head_of<type>(static_cast<const Element<type>*>(p.logits) + row * p.stride);
+    out.begin = rank * p.part * N - head_of<T>(static_cast<const T*>(p.logits) + row * p.stride);
     const int rest = p.length - out.begin, reach = p.part * N;
     out.end = out.begin + (rest < reach ? rest : reach);
     return out;
@@ -101,15 +101,15 @@ struct Ring {
 };
 
 /// Copies the block's parts of its rows into the ring. For one thread.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void fill_ring(const Params& p, const Ring& ring, int rank, i64 row, i64 step) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
   Slot slot = {0, 0};
   for (; row < p.rows; row += step) {
     const i64 wanted = p.target[row];
     if (wanted == p.ignore_index) continue;
-    const Element<type>* x = static_cast<const Element<type>*>(p.logits) + row * p.stride;
-    const Part part = Part::of<type>(p, row, wanted, rank);
+    const T* x = static_cast<const T*>(p.logits) + row * p.stride;
+    const Part part = Part::of<T>(p, row, wanted, rank);
     for (int at = part.begin; at < part.end; at += kRingChunk * N) {
       const int vectors = (part.end - at + N - 1) / N;
       const u32 bytes = static_cast<u32>(vectors < kRingChunk ? vectors : kRingChunk) * 16;
@@ -122,9 +122,9 @@ FLEXOPS_DEVICE void fill_ring(const Params& p, const Ring& ring, int rank, i64 r
 }
 
 /// What this thread's logits of the part contribute.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE State add_part(const Params& p, const Ring& ring, const Part& part, Slot& slot) {
-  constexpr int N = kVector<type>, V = kRingVectors;
+  constexpr int N = kPerVector<T>, V = kRingVectors;
   const int thread = static_cast<int>(threadIdx.x);
   State s = {-infinity(), 0.0f, 0.0f};
   for (int from = part.begin; from < part.end; from += kRingChunk * N) {
@@ -134,22 +134,22 @@ FLEXOPS_DEVICE State add_part(const Params& p, const Ring& ring, const Part& par
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = from + (thread + k * kRingThreads) * N;
-      raw[k] = {{kNothing<type>, kNothing<type>, kNothing<type>, kNothing<type>}};
+      raw[k] = {{kNothing<T>, kNothing<T>, kNothing<T>, kNothing<T>}};
       if (at < part.end) raw[k] = chunk[k * kRingThreads];
-      limit<type>(raw[k], at, p.length, kNothing<type>);
+      limit<T>(raw[k], at, p.length, kNothing<T>);
     }
-    add_vectors<type, V>(s, p, raw, from + thread * N, kRingThreads * N, part.end);
+    add_vectors<T, V>(s, p, raw, from + thread * N, kRingThreads * N, part.end);
     slot.advance();
   }
   return s;
 }
 
 /// Writes the part's gradient, and gives its chunks back.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& part, Slot& slot, const Gradient& g) {
-  constexpr int N = kVector<type>, V = kRingVectors;
+  constexpr int N = kPerVector<T>, V = kRingVectors;
   const int thread = static_cast<int>(threadIdx.x);
-  Element<type>* out = static_cast<Element<type>*>(p.out) + part.row * p.out_stride;
+  T* out = static_cast<T*>(p.out) + part.row * p.out_stride;
   for (int from = part.begin; from < part.end; from += kRingChunk * N) {
     const Packed* chunk = ring.chunk(slot) + thread;
     Packed raw[V];
@@ -166,7 +166,7 @@ FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& pa
     for (int k = 0; k < V; ++k) {
       const int at = from + (thread + k * kRingThreads) * N;
       if (at >= part.end) break;
-      write_vector<type>(p, out, raw[k], at, g, part.target);
+      write_vector<T>(p, out, raw[k], at, g, part.target);
     }
     slot.advance();
   }
@@ -180,7 +180,7 @@ FLEXOPS_DEVICE void write_part(const Params& p, const Ring& ring, const Part& pa
 /// warp of each block does nothing but to copy its part of these rows, chunk by chunk, into a ring in shared memory. The other warps read a
 /// chunk twice: for the row's maximum and sum, which they tell the other blocks, and for the gradient; in between they find maximum and sum
 /// of the next row. So neither memory nor they wait while word goes round. Two parts of rows fit the ring.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring(const FLEXOPS_GRID_CONSTANT Params p) {
 #if FLEXOPS_HAS_CLUSTERS
   // A block tells of row i + 2 once it has all that was told of row i, which the others did after they had finished row i - 2. So row i + 2
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring
   cluster_arrive();
   cluster_wait();
   if (thread >= kRingThreads) {
-    if (thread == kRingThreads) fill_ring<type>(p, ring, rank, first, step);
+    if (thread == kRingThreads) fill_ring<T>(p, ring, rank, first, step);
     return;
   }
 
@@ -222,22 +222,22 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp) cross_entropy_ring
       p.maxima[before.row] = maximum, p.sums[before.row] = s.sum;
     }
     const float weight = (p.upstream ? p.upstream[p.each_row ? before.row : 0] : 1.0f) / divisor;
-    write_part<type>(p, ring, before, written, make_gradient<type>(p, maximum, s.sum, before.valid ? weight : not_a_number()));
+    write_part<T>(p, ring, before, written, make_gradient<T>(p, maximum, s.sum, before.valid ? weight : not_a_number()));
   };
   for (i64 row = first; row < p.rows; row += step) {
     const i64 wanted = p.target[row];
-    const Part part = Part::of<type>(p, row, wanted, rank);
+    const Part part = Part::of<T>(p, row, wanted, rank);
     if (wanted == p.ignore_index) {
       if (thread == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-      clear_part<type>(p, static_cast<Element<type>*>(p.out) + row * p.out_stride, part.begin + thread * kVector<type>,
-                       kRingThreads * kVector<type>, part.end);
+      clear_part<T>(p, static_cast<T*>(p.out) + row * p.out_stride, part.begin + thread * kPerVector<T>, kRingThreads * kPerVector<T>,
+                    part.end);
       continue;
     }
     float chosen = 0.0f;
     if (warp == 0 && rank == 0 && part.valid) {
-      chosen = to_float(static_cast<const Element<type>*>(p.logits)[row * p.stride + part.target]);
+      chosen = to_float(static_cast<const T*>(p.logits)[row * p.stride + part.target]);
     }
-    const State s = reduce_lanes(add_part<type>(p, ring, part, read), kNarrowWarp, p.smoothing != 0.0f);
+    const State s = reduce_lanes(add_part<T>(p, ring, part, read), kNarrowWarp, p.smoothing != 0.0f);
     const u32 side = turn % kSides, bell = ring.told + 8 * side;
     if (thread == 0) barrier_expect(bell, static_cast<u32>(count) * 16);
     if (lane < p.blocks) send(shared_address(&states[side][rank * kRingWarps + warp]), bell, lane, {s.maximum, s.sum, s.total, chosen});

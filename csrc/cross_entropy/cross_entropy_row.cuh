@@ -35,13 +35,13 @@ struct Params {
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
 // 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's own, to the last bits.
-template <Type type>
-inline constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
+template <typename T>
+inline constexpr float kUnit = kIsFloat<T> ? 1.0f : kLog2e;
 
 /// e to the power of (value - base / kUnit).
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE float power(float value, float base) {
-  if constexpr (type == kF32) return expf(value - base);
+  if constexpr (kIsFloat<T>) return expf(value - base);
   return quick_exp2(__fmaf_rn(value, kLog2e, -base));
 }
 
@@ -96,19 +96,21 @@ struct Gradient {
 };
 
 /// From the row's (settled) maximum and sum, not from their logarithm, which a float32 row would feel the rounding of.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum, float weight) {
   const float slope = p.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * p.z_loss * (maximum + logf(sum)));
-  return {maximum * kUnit<type>, slope / sum, weight * p.smoothing / static_cast<float>(p.length), weight * (1.0f - p.smoothing)};
+  return {maximum * kUnit<T>, slope / sum, weight * p.smoothing / static_cast<float>(p.length), weight * (1.0f - p.smoothing)};
 }
 
 // ---- a row ----------------------------------------------------------------------------------------------------------
 
 /// -inf, twice in 16 bits.
-template <Type type>
-inline constexpr u32 kNothing = type == kF32   ? 0xff800000u
-                                : type == kF16 ? 0xfc00fc00u
-                                               : 0xff80ff80u;
+template <typename T>
+inline constexpr u32 kNothing = 0xff800000u;
+template <>
+inline constexpr u32 kNothing<f16> = 0xfc00fc00u;
+template <>
+inline constexpr u32 kNothing<bf16> = 0xff80ff80u;
 
 #if FLEXOPS_HAS_MIN2
 /// The greatest of each half of N words: a tree, as in rows.cuh.
@@ -120,30 +122,30 @@ FLEXOPS_DEVICE u32 max2_tree(const u32* words) {
 #endif
 
 /// The greatest element.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE float largest(const Packed& raw) {
 #if FLEXOPS_HAS_MIN2
-  if constexpr (type != kF32) {  // NaN wins here, where it must not, but makes the row's sum NaN all the same
-    const u32 out = max2_tree<Element<type>, 4>(raw.at);
-    const Element<type> low = {static_cast<u16>(out)}, high = {static_cast<u16>(out >> 16)};
+  if constexpr (!kIsFloat<T>) {  // NaN wins here, where it must not, but makes the row's sum NaN all the same
+    const u32 out = max2_tree<T, 4>(raw.at);
+    const T low = {static_cast<u16>(out)}, high = {static_cast<u16>(out >> 16)};
     return fmaxf(to_float(low), to_float(high));
   }
 #endif
-  float x[kVector<type>];
-  widen<type>(x, raw);
-  return max_tree<kVector<type>>(x);
+  float x[kPerVector<T>];
+  widen<T>(x, raw);
+  return max_tree<kPerVector<T>>(x);
 }
 
 /// Adds up the elements that are in [0, end). Vectors that are not whole come last and in turn: few threads have one.
-template <Type type, int V>
+template <typename T, int V>
 FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int end) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
   float x[N];
   bool ragged = false;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     const int from = at + k * step;
-    widen<type>(x, raw[k]);
+    widen<T>(x, raw[k]);
     if (from >= 0 && from + N <= end) {
       s.total += sum_tree<N>(x);
     } else {
@@ -154,7 +156,7 @@ FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int 
 #pragma unroll 1
   for (int k = 0; k < V; ++k) {
     const int from = at + k * step;
-    widen<type>(x, next(raw));
+    widen<T>(x, next(raw));
     if (from >= 0 && from + N <= end) continue;
 #pragma unroll
     for (int i = 0; i < N; ++i) s.total += from + i >= 0 && from + i < end ? x[i] : 0.0f;
@@ -163,41 +165,41 @@ FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int 
 
 /// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step. By kParts parts, for each of which
 /// the vectors change places.
-template <Type type, int V, int kParts = 1>
+template <typename T, int V, int kParts = 1>
 FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int at, int step, int end) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
   float highest = s.maximum, x[N];
 #pragma unroll
-  for (int k = 0; k < V; ++k) highest = fmaxf(highest, largest<type>(raw[k]));
-  const float base = settle(highest), scaled = base * kUnit<type>;
+  for (int k = 0; k < V; ++k) highest = fmaxf(highest, largest<T>(raw[k]));
+  const float base = settle(highest), scaled = base * kUnit<T>;
   s.sum *= rescale(s.maximum - base);
   s.maximum = highest;
-  if (p.smoothing != 0.0f) add_total<type>(s, raw, at, step, end);
+  if (p.smoothing != 0.0f) add_total<T>(s, raw, at, step, end);
 #pragma unroll 1
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
     for (int k = 0; k < V / kParts; ++k) {
-      widen<type>(x, raw[k]);
+      widen<T>(x, raw[k]);
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = power<type>(x[i], scaled);
+      for (int i = 0; i < N; ++i) x[i] = power<T>(x[i], scaled);
       s.sum += sum_tree<N>(x);
     }
     if constexpr (kParts == 2) swap_halves(raw);
   }
 }
 
-template <Type type>
-FLEXOPS_DEVICE void write_vector(const Params& p, Element<type>* out, const Packed& raw, int at, const Gradient& g, int target) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE void write_vector(const Params& p, T* out, const Packed& raw, int at, const Gradient& g, int target) {
+  constexpr int N = kPerVector<T>;
   float x[N];
-  widen<type>(x, raw);
+  widen<T>(x, raw);
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = __fmaf_rn(power<type>(x[i], g.base), g.slope, -g.shift);
+  for (int i = 0; i < N; ++i) x[i] = __fmaf_rn(power<T>(x[i], g.base), g.slope, -g.shift);
   if (static_cast<u32>(target - at) < static_cast<u32>(N)) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] -= at + i == target ? g.drop : 0.0f;
   }
-  store_vector<type, kWrite>(out, at, p.length, narrow<type>(x));
+  store_vector<T, kWrite>(out, at, p.length, packed<T>(x));
 }
 
 /// Rows that are not ignored. Every thread of the block takes part.
@@ -214,9 +216,9 @@ FLEXOPS_DEVICE float loss_of(const Params& p, float maximum, float sum, float at
 }
 
 /// Zeros over this block's part of a row that is ignored.
-template <Type type>
-FLEXOPS_DEVICE void clear_part(const Params& p, Element<type>* out, int first, int step, int end) {
-  for (int at = first; at < end; at += step) store_vector<type, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
+template <typename T>
+FLEXOPS_DEVICE void clear_part(const Params& p, T* out, int first, int step, int end) {
+  for (int at = first; at < end; at += step) store_vector<T, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
 }
 
 }  // namespace flexops::cross_entropy

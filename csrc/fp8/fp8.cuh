@@ -7,52 +7,26 @@
 //   groups  segments of 2 to 32 whole vectors (a power of two), one behind the other: neighbouring lanes hold each, several at once;
 //   short   any other segments of up to 32 vectors: the same, with more to ask;
 //   long    a block works on a segment (to find its scale), or on a chunk of one (if its scale is known).
-// Segments begin and end anywhere: see common/rows.cuh. Kernels are instantiated for each size of elements. Which type of 16 bits it is,
-// and the codes' type, are told at run time: that costs next to nothing, and instantiations cost build time.
+// Segments begin and end anywhere: see common/rows.cuh. The codes' type is told at run time: that costs next to nothing.
 #pragma once
 
 #include "common/divisor.cuh"
 #include "common/fp8.cuh"
-#include "common/halves.cuh"
 #include "common/rows.cuh"
 
 namespace flexops::scaled {
 
-using namespace rows;  // Type, Packed and what reads them
+using namespace rows;  // Packed and what reads it
 
-// Tuned on one H200; a -D of the same name overrides them.
-#if !defined(FLEXOPS_SCALED_THREADS)
-#define FLEXOPS_SCALED_THREADS 128
-#endif
-#if !defined(FLEXOPS_SCALED_GROUP_VECTORS)
-#define FLEXOPS_SCALED_GROUP_VECTORS 2
-#endif
-#if !defined(FLEXOPS_SCALED_SHORT_VECTORS)
-#define FLEXOPS_SCALED_SHORT_VECTORS 2
-#endif
-#if !defined(FLEXOPS_SCALED_LONG_VECTORS)
-#define FLEXOPS_SCALED_LONG_VECTORS 8
-#endif
-#if !defined(FLEXOPS_SCALED_LONG_BLOCKS)
-#define FLEXOPS_SCALED_LONG_BLOCKS 9
-#endif
-#if !defined(FLEXOPS_SCALED_CHUNK_VECTORS)
-#define FLEXOPS_SCALED_CHUNK_VECTORS 2
-#endif
-#if !defined(FLEXOPS_SCALED_LOADS)
-#define FLEXOPS_SCALED_LOADS normal
-#endif
-#if !defined(FLEXOPS_SCALED_STORES)
-#define FLEXOPS_SCALED_STORES streaming
-#endif
-inline constexpr Cache kLoads = Cache::FLEXOPS_SCALED_LOADS, kStores = Cache::FLEXOPS_SCALED_STORES;
-inline constexpr int kThreads = FLEXOPS_SCALED_THREADS;             // of a block; see kWideThreads
-inline constexpr int kGroupVectors = FLEXOPS_SCALED_GROUP_VECTORS;  // vectors of a thread: each of another segment ...
-inline constexpr int kShortVectors = FLEXOPS_SCALED_SHORT_VECTORS;
-inline constexpr int kLongVectors = FLEXOPS_SCALED_LONG_VECTORS;  // ... or all of one
-inline constexpr int kChunkVectors = FLEXOPS_SCALED_CHUNK_VECTORS;
-inline constexpr int kLongBlocks = FLEXOPS_SCALED_LONG_BLOCKS;  // at least so many on a multiprocessor
-inline constexpr int kWideThreads = 1024;                       // at most so many for a segment that kThreads do not hold
+// Tuned on one H200.
+inline constexpr Cache kLoads = Cache::normal, kStores = Cache::streaming;
+inline constexpr int kThreads = 128;     // of a block; see kWideThreads
+inline constexpr int kGroupVectors = 2;  // vectors of a thread: each of another segment ...
+inline constexpr int kShortVectors = 2;
+inline constexpr int kLongVectors = 8;  // ... or all of one
+inline constexpr int kChunkVectors = 2;
+inline constexpr int kLongBlocks = 9;      // at least so many on a multiprocessor
+inline constexpr int kWideThreads = 1024;  // at most so many for a segment that kThreads do not hold
 
 inline constexpr i64 kChunk = static_cast<i64>(kThreads) * kChunkVectors;  // vectors of a chunk
 
@@ -67,7 +41,6 @@ struct Params {
   Divisor chunks;                                    // of a segment
   int lanes, log_lanes;                              // groups, short: that share a segment, a power of two up to 32
   Code code;
-  bool is_f16;   // of the types of 16 bits
   bool aligned;  // the codes of a whole vector can be read or written at once
 };
 
@@ -84,10 +57,10 @@ FLEXOPS_DEVICE i64 divide(i64 value, i64 by, i64& remainder) {
 
 /// A segment, or a chunk of one, cut into vectors at multiples of 16 bytes of its elements: [first, last) of them count, from `elements`
 /// on.
-template <Type type>
+template <typename T>
 struct Span {
-  static constexpr int N = kVector<type>;
-  const Element<type>* elements;
+  static constexpr int N = kPerVector<T>;
+  const T* elements;
   i64 codes;  // index of the code that belongs to elements[0]; negative if there is none
   int first, last;
   bool ragged;  // the first or the last vector is not whole
@@ -98,16 +71,16 @@ struct Span {
 
 /// `elements` is the tensor that holds them, `stride` what its rows are apart. All segments must be of less than 2^31 elements, or cut into
 /// chunks of `vectors` vectors; `chunk` is of segment `index`.
-template <Type type>
-FLEXOPS_DEVICE Span<type> find_span(const Params& p, const void* elements, i64 stride, i64 index, i64 chunk, i64 vectors) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE Span<T> find_span(const Params& p, const void* elements, i64 stride, i64 index, i64 chunk, i64 vectors) {
+  constexpr int N = kPerVector<T>;
   i64 row = index, within = 0;
   if (p.segments != 1) row = divide(index, p.segments, within);
   const i64 start = within * p.segment, left = p.length - start, length = left < p.segment ? left : p.segment;
-  const auto* begin = static_cast<const Element<type>*>(elements) + row * stride + start;
-  const int head = head_of<type>(begin);
+  const auto* begin = static_cast<const T*>(elements) + row * stride + start;
+  const int head = head_of<T>(begin);
   const i64 skipped = chunk * vectors * N, last = head + length - skipped;
-  Span<type> out;
+  Span<T> out;
   out.elements = begin - head + skipped;
   out.codes = row * p.length + start - head + skipped;
   out.first = chunk == 0 ? head : 0;
@@ -117,8 +90,8 @@ FLEXOPS_DEVICE Span<type> find_span(const Params& p, const void* elements, i64 s
 }
 
 /// A vector's codes, in order.
-template <Type type>
-using Codes = Vec<u32, kVector<type> / 4>;
+template <typename T>
+using Codes = Vec<u32, kPerVector<T> / 4>;
 
 /// This thread's k-th segment of `short` kernels.
 FLEXOPS_DEVICE i64 short_segment(const Params& p, int k) {

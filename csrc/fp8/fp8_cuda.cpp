@@ -12,19 +12,19 @@ using scaled::Params;
 
 constexpr int64_t kManyElements = 65536;  // of a single segment that many blocks share
 
-/// A kernel for each type.
+/// A kernel for each type, of which few people quantize float16.
 using Kernels = KernelOf<Params>[3];
-#define FLEXOPS_BY_TYPE(name) {kernel<scaled::name<rows::kF32>>, kernel<scaled::name<rows::kHalf>>, kernel<scaled::name<rows::kHalf>>}
+#define FLEXOPS_BY_TYPE(name, ...) \
+  {kernel<scaled::name<float, ##__VA_ARGS__>>, rare_kernel<scaled::name<f16, ##__VA_ARGS__>>, kernel<scaled::name<bf16, ##__VA_ARGS__>>}
 const Kernels kQuantizeGroups = FLEXOPS_BY_TYPE(quantize_groups), kQuantizeShort = FLEXOPS_BY_TYPE(quantize_short);
 const Kernels kFindLargest = FLEXOPS_BY_TYPE(find_largest), kCastChunk = FLEXOPS_BY_TYPE(cast_chunk);
 const Kernels kDequantizeShort = FLEXOPS_BY_TYPE(dequantize_short), kDequantizeChunk = FLEXOPS_BY_TYPE(dequantize_chunk);
+const Kernels kQuantizeWide = FLEXOPS_BY_TYPE(quantize_long, true);
 #undef FLEXOPS_BY_TYPE
-const Kernels kQuantizeLong = {kernel<scaled::quantize_long<rows::kF32, true>>, kernel<scaled::quantize_long<rows::kHalf, false>>,
-                               kernel<scaled::quantize_long<rows::kHalf, false>>};
-const Kernels kQuantizeWide = {kernel<scaled::quantize_long<rows::kF32, true>>, kernel<scaled::quantize_long<rows::kHalf, true>>,
-                               kernel<scaled::quantize_long<rows::kHalf, true>>};
+const Kernels kQuantizeLong = {kernel<scaled::quantize_long<float, true>>, rare_kernel<scaled::quantize_long<f16, false>>,
+                               kernel<scaled::quantize_long<bf16, false>>};
 
-int64_t elements_of(ElementType type) { return type == ElementType::f32 ? 4 : 8; }
+int64_t elements_of(ElementType type) { return 16 / element_size(type); }
 
 Params make_params(const void* in, void* out, const float* scales, const ScaledLayout& l) {
   Params p;
@@ -35,7 +35,6 @@ Params make_params(const void* in, void* out, const float* scales, const ScaledL
   p.lanes = 1, p.log_lanes = 0;
   p.aligned = false;
   p.code = static_cast<scaled::Code>(l.code);
-  p.is_f16 = l.type == ElementType::f16;
   if (p.segments > 1 && p.length % p.segment == 0 && p.row_stride == p.length) {  // no need to divide: every segment is a row
     p.length = p.row_stride = p.segment;
     p.segments = 1;

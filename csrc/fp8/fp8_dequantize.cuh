@@ -7,18 +7,18 @@
 namespace flexops::scaled {
 
 /// A vector's codes, in order; those that do not count may be anything.
-template <Type type>
-FLEXOPS_DEVICE Codes<type> read_codes(const Params& p, const Span<type>& s, int vector) {
-  Codes<type> out = {};
-  if (s.has(vector)) out = load_once(reinterpret_cast<const Codes<type>*>(static_cast<const u8*>(p.in) + s.codes) + vector);
+template <typename T>
+FLEXOPS_DEVICE Codes<T> read_codes(const Params& p, const Span<T>& s, int vector) {
+  Codes<T> out = {};
+  if (s.has(vector)) out = load_once(reinterpret_cast<const Codes<T>*>(static_cast<const u8*>(p.in) + s.codes) + vector);
   return out;
 }
 
 /// The same, wherever they lie.
-template <Type type>
-FLEXOPS_DEVICE Codes<type> read_scattered_codes(const Params& p, const Span<type>& s, int vector) {
-  constexpr int N = kVector<type>;
-  Codes<type> out = {};
+template <typename T>
+FLEXOPS_DEVICE Codes<T> read_scattered_codes(const Params& p, const Span<T>& s, int vector) {
+  constexpr int N = kPerVector<T>;
+  Codes<T> out = {};
   const int at = vector * N;
 #pragma unroll 1
   for (int i = at < s.first ? s.first - at : 0; i < N && at + i < s.last; ++i) {
@@ -43,9 +43,9 @@ FLEXOPS_DEVICE void unpack(float (&value)[N], const Vec<u32, N / 4>& words) {
   }
 }
 
-template <Type type>
-FLEXOPS_DEVICE void write_values(const Params& p, const Span<type>& s, int vector, const Codes<type>& words, float scale) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE void write_values(const Params& p, const Span<T>& s, int vector, const Codes<T>& words, float scale) {
+  constexpr int N = kPerVector<T>;
   if (!s.has(vector)) return;
   float value[N];
   if (p.code == kE4m3) {
@@ -57,20 +57,20 @@ FLEXOPS_DEVICE void write_values(const Params& p, const Span<type>& s, int vecto
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = __fmul_rn(value[i], scale);
-  auto* out = const_cast<Element<type>*>(s.elements);
-  store_vector<type, kStores>(out + s.first, vector * N - s.first, s.last - s.first, narrow<type>(value, p.is_f16));
+  auto* out = const_cast<T*>(s.elements);
+  store_vector<T, kStores>(out + s.first, vector * N - s.first, s.last - s.first, packed<T>(value));
 }
 
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) dequantize_short(const FLEXOPS_GRID_CONSTANT Params p) {
-  Span<type> span[kShortVectors];
-  Codes<type> words[kShortVectors];
+  Span<T> span[kShortVectors];
+  Codes<T> words[kShortVectors];
   float scale[kShortVectors];
   const int vector = threadIdx.x & (p.lanes - 1);
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
     const i64 index = short_segment(p, k);
-    span[k] = find_span<type>(p, p.out, p.length, index < p.total ? index : 0, 0, kNarrowWarp);
+    span[k] = find_span<T>(p, p.out, p.length, index < p.total ? index : 0, 0, kNarrowWarp);
     if (index >= p.total) span[k].last = 0;
     words[k] = p.aligned ? read_codes(p, span[k], vector) : read_scattered_codes(p, span[k], vector);
     scale[k] = p.scales[index < p.total ? index : 0];
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(kThreads) dequantize_short(const FLEXOPS_GRID_
   for (int k = 0; k < kShortVectors; ++k) write_values(p, span[k], vector, words[k], scale[k]);
 }
 
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) dequantize_chunk(const FLEXOPS_GRID_CONSTANT Params p) {
   u32 chunk;
   const u32 index = divide(blockIdx.x, p.chunks, chunk);
-  const Span<type> span = find_span<type>(p, p.out, p.length, index, chunk, kChunk);
-  Codes<type> words[kChunkVectors];
+  const Span<T> span = find_span<T>(p, p.out, p.length, index, chunk, kChunk);
+  Codes<T> words[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) {
     const int vector = k * kThreads + threadIdx.x;

@@ -6,57 +6,60 @@
 namespace flexops::scaled {
 
 /// The elements of a vector; zeros if it is not there. Others may be among them: see trim().
-template <Type type>
-FLEXOPS_DEVICE Packed read(const Span<type>& s, int vector) {
+template <typename T>
+FLEXOPS_DEVICE Packed read(const Span<T>& s, int vector) {
   Packed out = {};
-  if (s.has(vector)) out = load_vector<type, kLoads>(s.elements, vector * kVector<type>);
+  if (s.has(vector)) out = load_vector<T, kLoads>(s.elements, vector * kPerVector<T>);
   return out;
 }
 
 /// Puts zeros in place of elements that do not count. Not part of reading, because it waits for what was read.
-template <Type type>
-FLEXOPS_DEVICE void trim(Packed& data, const Span<type>& s, int vector) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE void trim(Packed& data, const Span<T>& s, int vector) {
+  constexpr int N = kPerVector<T>;
   if (!s.ragged) return;
   const int first = s.first - vector * N, last = s.last - vector * N;
   if (first <= 0 && last >= N) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (first <= i && i < last) continue;
-    data.at[i * 4 / N] &= type == kF32 ? 0u : i % 2 ? 0x0000ffffu : 0xffff0000u;
+    data.at[i * 4 / N] &= kIsFloat<T> ? 0u : i % 2 ? 0x0000ffffu : 0xffff0000u;
   }
 }
 
 // Magnitudes are compared as their bits: those of a NaN are greater than infinity's, and these than all others.
 
 /// The greater of each half of two words that hold magnitudes of 16 bits; of 32 bits, the greater one.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE u32 greater_of(u32 a, u32 b) {
-  if constexpr (type == kF32) return Max()(a, b);
+  if constexpr (kIsFloat<T>) return Max()(a, b);
 #if FLEXOPS_HAS_MIN2
   // For float16 too: what bfloat16 takes for a NaN is one, and of a NaN this makes another; all else has the order of the bits.
-  if constexpr (type != kF32) return max2<bf16>(a, b);
+  if constexpr (!kIsFloat<T>) return max2<bf16>(a, b);
 #endif
   return Max()(a & 0xffffu, b & 0xffffu) | (Max()(a >> 16, b >> 16) << 16);
 }
 /// `largest`, which is 0 at first, and what is greater in a vector.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE u32 add_largest(u32 largest, const Packed& in) {
-  constexpr u32 kMagnitude = type == kF32 ? 0x7fffffffu : 0x7fff7fffu;
-  const u32 low = greater_of<type>(in.at[0] & kMagnitude, in.at[1] & kMagnitude),
-            high = greater_of<type>(in.at[2] & kMagnitude, in.at[3] & kMagnitude);
-  return greater_of<type>(largest, greater_of<type>(low, high));
+  constexpr u32 kMagnitude = kIsFloat<T> ? 0x7fffffffu : 0x7fff7fffu;
+  const u32 low = greater_of<T>(in.at[0] & kMagnitude, in.at[1] & kMagnitude),
+            high = greater_of<T>(in.at[2] & kMagnitude, in.at[3] & kMagnitude);
+  return greater_of<T>(largest, greater_of<T>(low, high));
 }
 /// The bits of the largest magnitude of all.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE u32 one_of(u32 largest) {
-  return type == kF32 ? largest : Max()(largest & 0xffffu, largest >> 16);
+  return kIsFloat<T> ? largest : Max()(largest & 0xffffu, largest >> 16);
 }
 /// The same as float32's bits.
-template <Type type>
-FLEXOPS_DEVICE u32 widen_bits(u32 largest, bool is_f16) {
-  if constexpr (type == kF32) return largest;
-  return is_f16 ? bit_cast<u32>(to_float(f16{static_cast<u16>(largest)})) : largest << 16;
+template <typename T>
+FLEXOPS_DEVICE u32 widen_bits(u32 largest) {
+  if constexpr (kIsFloat<T>) {
+    return largest;
+  } else {
+    return bit_cast<u32>(half_of<T>(largest, 0));
+  }
 }
 
 /// What a segment's elements are multiplied by. If the segment is broken, the scale is NaN and the codes are 0.
@@ -91,12 +94,12 @@ FLEXOPS_DEVICE void pack(Vec<u32, N / 4>& out, const float (&value)[N]) {
   }
 }
 
-template <Type type>
-FLEXOPS_DEVICE Codes<type> encode(const Packed& in, float inverse, u32 keep, const Params& p) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE Codes<T> encode(const Packed& in, float inverse, u32 keep, const Params& p) {
+  constexpr int N = kPerVector<T>;
   float value[N];
-  Codes<type> out;
-  widen<type>(value, in, p.is_f16);
+  Codes<T> out;
+  widen<T>(value, in);
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = __fmul_rn(value[i], inverse);
   if (p.code == kE4m3) {
@@ -112,15 +115,15 @@ FLEXOPS_DEVICE Codes<type> encode(const Packed& in, float inverse, u32 keep, con
 }
 
 /// Writes a vector's codes.
-template <Type type>
-FLEXOPS_DEVICE void write_codes(const Params& p, const Span<type>& s, int vector, const Packed& in, float inverse, u32 keep) {
-  constexpr int N = kVector<type>;
+template <typename T>
+FLEXOPS_DEVICE void write_codes(const Params& p, const Span<T>& s, int vector, const Packed& in, float inverse, u32 keep) {
+  constexpr int N = kPerVector<T>;
   const int at = vector * N;
   if (at >= s.last) return;
-  const Codes<type> words = encode<type>(in, inverse, keep, p);
+  const Codes<T> words = encode<T>(in, inverse, keep, p);
   u8* out = static_cast<u8*>(p.out) + s.codes + at;
   if (p.aligned && (!s.ragged || (at >= s.first && at + N <= s.last))) {
-    store<kStores>(reinterpret_cast<Codes<type>*>(out), words);
+    store<kStores>(reinterpret_cast<Codes<T>*>(out), words);
   } else {
 #pragma unroll 1
     for (int i = at < s.first ? s.first - at : 0; i < N && at + i < s.last; ++i) {
@@ -129,7 +132,7 @@ FLEXOPS_DEVICE void write_codes(const Params& p, const Span<type>& s, int vector
   }
 }
 
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int K = kGroupVectors;
   const int lane = threadIdx.x % kNarrowWarp;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
     if (vector < total) data[k] = load<kLoads>(static_cast<const Packed*>(p.in) + vector);
   }
 #pragma unroll
-  for (int k = 0; k < K; ++k) largest[k] = one_of<type>(add_largest<type>(0, data[k]));
+  for (int k = 0; k < K; ++k) largest[k] = one_of<T>(add_largest<T>(0, data[k]));
   for (int mask = p.lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
     for (int k = 0; k < K; ++k) largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   u32 mine = largest[0];
 #pragma unroll
   for (int k = 1; k < K; ++k) mine = own == k ? largest[k] : mine;
-  const Scaling scaling = Scaling::of_largest(widen_bits<type>(mine, p.is_f16), p.code);
+  const Scaling scaling = Scaling::of_largest(widen_bits<T>(mine), p.code);
   const i64 vector = first + own * kNarrowWarp;
   if ((lane & (p.lanes - 1)) < K && vector < total) p.scales[vector >> p.log_lanes] = scaling.scale;
   const float inverse = scaling.keep ? scaling.inverse : not_a_number();
@@ -161,28 +164,28 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   for (int k = 0; k < K; ++k) {
     const float its = shuffle(inverse, lane - own + k, kNarrowWarp);
     const i64 to = first + k * kNarrowWarp;
-    const Codes<type> words = encode<type>(data[k], its, its == its ? ~0u : 0u, p);
-    if (to < total) store<kStores>(static_cast<Codes<type>*>(p.out) + to, words);
+    const Codes<T> words = encode<T>(data[k], its, its == its ? ~0u : 0u, p);
+    if (to < total) store<kStores>(static_cast<Codes<T>*>(p.out) + to, words);
   }
 }
 
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CONSTANT Params p) {
-  Span<type> span[kShortVectors];
+  Span<T> span[kShortVectors];
   Packed data[kShortVectors];
   u32 largest[kShortVectors];
   const int vector = threadIdx.x & (p.lanes - 1);
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
     const i64 index = short_segment(p, k);
-    span[k] = find_span<type>(p, p.in, p.row_stride, index < p.total ? index : 0, 0, kNarrowWarp);
+    span[k] = find_span<T>(p, p.in, p.row_stride, index < p.total ? index : 0, 0, kNarrowWarp);
     if (index >= p.total) span[k].last = 0;
     data[k] = read(span[k], vector);
   }
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
     trim(data[k], span[k], vector);
-    largest[k] = one_of<type>(add_largest<type>(0, data[k]));
+    largest[k] = one_of<T>(add_largest<T>(0, data[k]));
   }
   for (int mask = p.lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
   }
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
-    const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest[k], p.is_f16), p.code);
+    const Scaling scaling = Scaling::of_largest(widen_bits<T>(largest[k]), p.code);
     const i64 index = short_segment(p, k);
     if (vector == 0 && index < p.total) p.scales[index] = scaling.scale;
     write_codes(p, span[k], vector, data[k], scaling.inverse, scaling.keep);
@@ -198,12 +201,12 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
 }
 
 /// A block for each segment. Two kernels for 16 bits, because fewer threads may use more registers; float32 gains nothing by a second one.
-template <Type type, bool kWide>
+template <typename T, bool kWide>
 __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : kLongBlocks)
     quantize_long(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ u32 shared[kWideThreads / kNarrowWarp];
   const i64 index = blockIdx.x;
-  const Span<type> span = find_span<type>(p, p.in, p.row_stride, index, 0, 0x7fffffff / kVector<type>);
+  const Span<T> span = find_span<T>(p, p.in, p.row_stride, index, 0, 0x7fffffff / kPerVector<T>);
   const int threads = static_cast<int>(blockDim.x), step = threads * kLongVectors, vectors = span.vectors();
   Packed data[kLongVectors];
   const auto read_all = [&](int from) {
@@ -217,12 +220,12 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
 #pragma unroll
     for (int k = 0; k < kLongVectors; ++k) {
       trim(data[k], span, from + k * threads);
-      largest = add_largest<type>(largest, data[k]);
+      largest = add_largest<T>(largest, data[k]);
     }
     from += step;
   } while (kWide && from < vectors);
-  largest = group_reduce(one_of<type>(largest), Max(), 0u, threads, shared);
-  const Scaling scaling = Scaling::of_largest(widen_bits<type>(largest, p.is_f16), p.code);
+  largest = group_reduce(one_of<T>(largest), Max(), 0u, threads, shared);
+  const Scaling scaling = Scaling::of_largest(widen_bits<T>(largest), p.code);
   if (threadIdx.x == 0) p.scales[index] = scaling.scale;
   from = threadIdx.x;
   do {
@@ -234,10 +237,10 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
 }
 
 /// Raises *p.largest to the largest magnitude of one chunk, of a single segment. Whole numbers, so their order does not matter.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ u32 shared[kThreads / kNarrowWarp];
-  const Span<type> span = find_span<type>(p, p.in, p.row_stride, 0, blockIdx.x, kChunk);
+  const Span<T> span = find_span<T>(p, p.in, p.row_stride, 0, blockIdx.x, kChunk);
   Packed data[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) data[k] = read(span, k * kThreads + threadIdx.x);
@@ -245,18 +248,18 @@ __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONS
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) {
     trim(data[k], span, k * kThreads + threadIdx.x);
-    largest = add_largest<type>(largest, data[k]);
+    largest = add_largest<T>(largest, data[k]);
   }
-  largest = widen_bits<type>(group_reduce(one_of<type>(largest), Max(), 0u, kThreads, shared), p.is_f16);
+  largest = widen_bits<T>(group_reduce(one_of<T>(largest), Max(), 0u, kThreads, shared));
   // Few blocks find more than all before them: asking first spares the others the wait for one another.
   if (threadIdx.x == 0 && largest > *static_cast<volatile u32*>(p.largest)) atomicMax(p.largest, largest);
 }
 
 /// Codes of one chunk of a single segment, whose scale is given or follows from *p.largest. Backwards, because of what was read last the
 /// cache still holds some.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTANT Params p) {
-  const Span<type> span = find_span<type>(p, p.in, p.row_stride, 0, gridDim.x - 1 - blockIdx.x, kChunk);
+  const Span<T> span = find_span<T>(p, p.in, p.row_stride, 0, gridDim.x - 1 - blockIdx.x, kChunk);
   Packed data[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) data[k] = read(span, k * kThreads + threadIdx.x);
