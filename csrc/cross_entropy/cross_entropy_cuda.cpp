@@ -18,12 +18,12 @@ int64_t vectors_of(const void* data, const Logits& shape) {
   return ceil_div(shape.length + head, elements);
 }
 
-/// A kernel for each type.
+/// A kernel for each type, of which logits seldom are float16.
 using Kernels = KernelOf<Params>[3];
-const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<float>>, kernel<cross_entropy::cross_entropy_rows<f16>>,
+const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<float>>, rare_kernel<cross_entropy::cross_entropy_rows<f16>>,
                        kernel<cross_entropy::cross_entropy_rows<bf16>>};
 /// Without gradients: 16-bit logits need fewer registers then.
-const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>, kernel<cross_entropy::cross_entropy_rows<f16, false>>,
+const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>, rare_kernel<cross_entropy::cross_entropy_rows<f16, false>>,
                               kernel<cross_entropy::cross_entropy_rows<bf16, false>>};
 
 const KernelOf<Params>& rows_kernel(const Params& p, ElementType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }

@@ -9,68 +9,34 @@
 //   rows      groups along contiguous memory, of whole 16-byte vectors: 1 to 32 neighbouring lanes hold a group's;
 //   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes of a few rows;
 //   any       the rest: 1 to 32 lanes or a whole block hold a group's elements in pairs, or go over a long group twice.
-// Kernels that quantize are instantiated for each type of elements (one for both 16-bit types is 15 % slower along columns), those that
-// dequantize for each size. All else is uniform over the grid and told at run time: that costs next to nothing, and instantiations cost
-// build time.
+// Kernels are instantiated for each type of elements (one for both 16-bit types is 15 % slower along columns), except `any`. All else is
+// uniform over the grid and told at run time: that costs next to nothing.
 #pragma once
 
 #include "common/device.cuh"
 #include "common/divisor.cuh"
-#include "common/dtypes.cuh"
+#include "common/elements.cuh"
 #include "common/once.cuh"
-#include "common/vec.cuh"
 
 namespace flexops::quant {
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_QUANT_THREADS)
-#define FLEXOPS_QUANT_THREADS 128
-#endif
-#if !defined(FLEXOPS_QUANT_LOG_VECTORS)
-#define FLEXOPS_QUANT_LOG_VECTORS 2
-#endif
-#if !defined(FLEXOPS_QUANT_COLUMN_THREADS)
-#define FLEXOPS_QUANT_COLUMN_THREADS 64
-#endif
-#if !defined(FLEXOPS_QUANT_COLUMN_ROWS)
-#define FLEXOPS_QUANT_COLUMN_ROWS 16
-#endif
-#if !defined(FLEXOPS_QUANT_PART_THREADS)
-#define FLEXOPS_QUANT_PART_THREADS 128
-#endif
-#if !defined(FLEXOPS_QUANT_PART_CODES)
-#define FLEXOPS_QUANT_PART_CODES 4
-#endif
-#if !defined(FLEXOPS_QUANT_DECODE_THREADS)
-#define FLEXOPS_QUANT_DECODE_THREADS 256
-#endif
-#if !defined(FLEXOPS_QUANT_ANY_HELD)
-#define FLEXOPS_QUANT_ANY_HELD 16
-#endif
-#if !defined(FLEXOPS_QUANT_LOADS)
-#define FLEXOPS_QUANT_LOADS normal
-#endif
-#if !defined(FLEXOPS_QUANT_STORES)
-#define FLEXOPS_QUANT_STORES streaming
-#endif
+// Tuned on one H200.
 
-inline constexpr Cache kLoads = Cache::FLEXOPS_QUANT_LOADS, kStores = Cache::FLEXOPS_QUANT_STORES;
-inline constexpr int kRowThreads = FLEXOPS_QUANT_THREADS;
-inline constexpr int kLogVectors = FLEXOPS_QUANT_LOG_VECTORS;
+inline constexpr Cache kLoads = Cache::normal, kStores = Cache::streaming;
+inline constexpr int kRowThreads = 128;
+inline constexpr int kLogVectors = 2;
 inline constexpr int kVectors = 1 << kLogVectors;  // rows: vectors of a lane
-inline constexpr int kColumnThreads = FLEXOPS_QUANT_COLUMN_THREADS;
-inline constexpr int kColumnRows = FLEXOPS_QUANT_COLUMN_ROWS;  // columns: rows of a group that one lane holds to quantize
-inline constexpr int kColumnSlots = 128 / kColumnRows;         // lanes that share a column's group, at most
-inline constexpr int kPartThreads = FLEXOPS_QUANT_PART_THREADS;
-inline constexpr int kPartCodes = FLEXOPS_QUANT_PART_CODES;          // columns: rows of bytes that one lane dequantizes
-inline constexpr int kDecodeThreads = FLEXOPS_QUANT_DECODE_THREADS;  // rows, dequantizing
+inline constexpr int kColumnThreads = 64;
+inline constexpr int kColumnRows = 16;                  // columns: rows of a group that one lane holds to quantize
+inline constexpr int kColumnSlots = 128 / kColumnRows;  // lanes that share a column's group, at most
+inline constexpr int kPartThreads = 128;
+inline constexpr int kPartCodes = 4;        // columns: rows of bytes that one lane dequantizes
+inline constexpr int kDecodeThreads = 256;  // rows, dequantizing
 inline constexpr int kAnyThreads = 256;
-inline constexpr int kAnyHeld = FLEXOPS_QUANT_ANY_HELD;              // any: elements that a lane holds, in pairs
+inline constexpr int kAnyHeld = 16;                                  // any: elements that a lane holds, in pairs
 inline constexpr int kNarrowWarp = 32;                               // lanes that share a group; a wavefront of 64 holds two such
 inline constexpr i64 kRowsAhead = 2 << 20, kColumnsAhead = 4 << 20;  // bytes of codes: so far ahead of their use are they asked for
 inline constexpr int kLine = 128;                                    // bytes of a cache line
-
-enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2 };  // ElementType's values
 
 /// QuantLayout as kernels take it, with what the launcher has worked out.
 struct Params {
@@ -88,7 +54,7 @@ struct Params {
   int used;                          // rows: vectors a group; what lanes there are beyond them idle
   int bits;
   int pair;  // entries a group in scales: 2, or 1 if symmetric
-  Type type, scale_type;
+  ElementType type, scale_type;
   bool flat;    // rows: vector v is at 16 * v: no gaps, idle lanes and short groups. Else `total` fits 31 bits, for quick divisions
   bool paired;  // any: two neighbours, and their codes, can be read and written at once
   // To dequantize:
@@ -110,16 +76,16 @@ inline constexpr u32 kRoundBits = 0x4b400000u;
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 
-FLEXOPS_DEVICE float largest_of(Type type) {
-  return bit_cast<float>(type == kF16 ? 0x477fe000u : type == kBf16 ? 0x7f7f0000u : 0x7f7fffffu);
+FLEXOPS_DEVICE float largest_of(ElementType type) {
+  return bit_cast<float>(type == ElementType::f16 ? 0x477fe000u : type == ElementType::bf16 ? 0x7f7f0000u : 0x7f7fffffu);
 }
 
 /// An element's bits. Only the 16-bit ones have to look at the type.
 template <int kBytes>
 using Bits = typename detail::Word<kBytes>::type;
 
-template <Type kType>
-inline constexpr int kSize = kType == kF32 ? 4 : 2;
+template <ElementType kType>
+inline constexpr int kSize = kType == ElementType::f32 ? 4 : 2;
 
 template <int kBytes>
 inline constexpr int kVector = 16 / kBytes;
@@ -128,14 +94,14 @@ template <int kBytes>
 using Vector = Vec<Bits<kBytes>, kVector<kBytes>>;
 
 template <int N>
-FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<u32, N>& in, Type) {
+FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<u32, N>& in, ElementType) {
 #pragma unroll
   for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(in.at[i]);
 }
 template <int N>
-FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<u16, N>& in, Type type) {
+FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<u16, N>& in, ElementType type) {
   const auto words = bit_cast<Vec<u32, N / 2>>(in);
-  if (type == kBf16) {  // outside the loop, to stay a branch
+  if (type == ElementType::bf16) {  // outside the loop, to stay a branch
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = bit_cast<float>(i % 2 ? words.at[i / 2] & 0xffff0000u : words.at[i / 2] << 16);
   } else {
@@ -145,42 +111,19 @@ FLEXOPS_DEVICE void widen(float (&out)[N], const Vec<u16, N>& in, Type type) {
 }
 
 template <int N>
-FLEXOPS_DEVICE Vec<u32, N> narrow(const float (&in)[N], Type, u32) {
+FLEXOPS_DEVICE Vec<u32, N> narrow(const float (&in)[N], ElementType, u32) {
   Vec<u32, N> out;
 #pragma unroll
   for (int i = 0; i < N; ++i) out.at[i] = bit_cast<u32>(in[i]);
   return out;
 }
 template <int N>
-FLEXOPS_DEVICE Vec<u16, N> narrow(const float (&in)[N], Type type, u16) {
+FLEXOPS_DEVICE Vec<u16, N> narrow(const float (&in)[N], ElementType type, u16) {
   Vec<u32, N / 2> words;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i)
-    words.at[i] = type == kBf16 ? pack2<bf16>(in[2 * i], in[2 * i + 1]) : pack2<f16>(in[2 * i], in[2 * i + 1]);
+    words.at[i] = type == ElementType::bf16 ? pack2<bf16>(in[2 * i], in[2 * i + 1]) : pack2<f16>(in[2 * i], in[2 * i + 1]);
   return bit_cast<Vec<u16, N>>(words);
-}
-
-FLEXOPS_DEVICE float load_any(const void* from, i64 index, Type type) {
-  if (type == kBf16) return to_float(static_cast<const bf16*>(from)[index]);
-  if (type == kF16) return to_float(static_cast<const f16*>(from)[index]);
-  return static_cast<const float*>(from)[index];
-}
-
-FLEXOPS_DEVICE void store_any(void* to, i64 index, float value, Type type) {
-  if (type == kBf16) {
-    static_cast<bf16*>(to)[index] = from_float<bf16>(value);
-  } else if (type == kF16) {
-    static_cast<f16*>(to)[index] = from_float<f16>(value);
-  } else {
-    static_cast<float*>(to)[index] = value;
-  }
-}
-
-/// The nearest number of that type.
-FLEXOPS_DEVICE float round_to(float value, Type type) {
-  if (type == kBf16) return to_float(from_float<bf16>(value));
-  if (type == kF16) return to_float(from_float<f16>(value));
-  return value;
 }
 
 /// Quotient and remainder. `quick` is of the same number: much faster, and for all but very large tensors.

@@ -64,7 +64,7 @@ FLEXOPS_DEVICE void read_pairs(Vec<Element, 2> (&pair)[kAnyPairs], const Params&
 
 FLEXOPS_DEVICE void read_held(float (&value)[kAnyHeld], const Params& p, const Share& s, i64 first) {
   const int left = rows_left(s.rows, first);
-  if (p.type == kF32) {
+  if (p.type == ElementType::f32) {
     Vec<u32, 2> pair[kAnyPairs];
     read_pairs(pair, p, s, first, left);
 #pragma unroll
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_C
   merge_all(e, p.lanes, shared);
   if (!s.inside) return;
   Group g(e.lowest, e.highest, c);
-  g.scale = round_to(g.scale, p.type);
+  g.scale = round_any(g.scale, p.type);
   if (s.first == 0) {
     const i64 entry = s.line * p.pair * p.inner + s.column;
     store_any(p.scales, entry, g.scale, p.type);
@@ -184,10 +184,10 @@ __global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID
       if (row >= left) break;
       const u32 both = (halves ? codes[k] >> 4 | (codes[k] & 15u) << 8 : codes[k]) ^ p.flip;
       const Vec<float, 2> value = {decode(both, 0, each, minimum, p), decode(both, 1, each, minimum, p)};
-      if (p.type == kF32) {
+      if (p.type == ElementType::f32) {
         put_pair(static_cast<u32*>(p.out) + at, p.inner, bit_cast<Vec<u32, 2>>(value), row + 1 < left, p.paired);
       } else {
-        const u32 word = p.type == kBf16 ? pack2<bf16>(value.at[0], value.at[1]) : pack2<f16>(value.at[0], value.at[1]);
+        const u32 word = p.type == ElementType::bf16 ? pack2<bf16>(value.at[0], value.at[1]) : pack2<f16>(value.at[0], value.at[1]);
         put_pair(static_cast<u16*>(p.out) + at, p.inner, bit_cast<Vec<u16, 2>>(word), row + 1 < left, p.paired);
       }
     }

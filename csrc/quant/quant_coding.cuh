@@ -15,7 +15,7 @@ struct Coding {
   bool symmetric;
 };
 
-FLEXOPS_DEVICE Coding make_coding(const Params& p, Type type) {
+FLEXOPS_DEVICE Coding make_coding(const Params& p, ElementType type) {
   Coding c;
   c.symmetric = p.pair == 1;
   c.top = p.bits == 4 ? (c.symmetric ? 7.0f : 15.0f) : (c.symmetric ? 127.0f : 255.0f);
@@ -56,21 +56,21 @@ struct Span {
   static constexpr int N = kVector<kBytes>, kSets = kEachColumn ? N : 1;
   Extremes e[kSets];
 
-  FLEXOPS_DEVICE void clear(Type) {
+  FLEXOPS_DEVICE void clear(ElementType) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) e[i].clear();
   }
-  FLEXOPS_DEVICE void add(const Vector<kBytes>& in, Type type) {
+  FLEXOPS_DEVICE void add(const Vector<kBytes>& in, ElementType type) {
     float value[N];
     widen(value, in, type);
 #pragma unroll
     for (int i = 0; i < N; ++i) e[kEachColumn ? i : 0].add(value[i]);
   }
-  FLEXOPS_DEVICE void settle(Type) {
+  FLEXOPS_DEVICE void settle(ElementType) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) e[i].settle();
   }
-  FLEXOPS_DEVICE void merge(const Span& other, Type) {
+  FLEXOPS_DEVICE void merge(const Span& other, ElementType) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) e[i].merge(other.e[i]);
   }
@@ -80,8 +80,8 @@ struct Span {
     for (int i = 0; i < kSets; ++i) out.e[i] = e[i].from(mask);
     return out;
   }
-  FLEXOPS_DEVICE float lowest(int set, Type) const { return e[set].lowest; }
-  FLEXOPS_DEVICE float highest(int set, Type) const { return e[set].highest; }
+  FLEXOPS_DEVICE float lowest(int set, ElementType) const { return e[set].lowest; }
+  FLEXOPS_DEVICE float highest(int set, ElementType) const { return e[set].highest; }
 };
 
 #if FLEXOPS_HAS_MIN2
@@ -92,25 +92,25 @@ struct Span<2, kEachColumn> {
   static constexpr int kWords = kEachColumn ? 4 : 1;
   u32 word[2][kWords];  // each column: the lowest; the highest, negated. Else: both in the halves of word[0][0]
 
-  FLEXOPS_DEVICE void clear(Type type) {
+  FLEXOPS_DEVICE void clear(ElementType type) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[0][i] = word[1][i] = type == kBf16 ? 0x7f807f80u : 0x7c007c00u;  // infinities
+    for (int i = 0; i < kWords; ++i) word[0][i] = word[1][i] = type == ElementType::bf16 ? 0x7f807f80u : 0x7c007c00u;  // infinities
   }
-  FLEXOPS_DEVICE void add(const Vector<2>& in, Type type) {
+  FLEXOPS_DEVICE void add(const Vector<2>& in, ElementType type) {
     const auto words = bit_cast<Vec<u32, 4>>(in);
-    if (type == kBf16) {  // outside the loops, to stay a branch
+    if (type == ElementType::bf16) {  // outside the loops, to stay a branch
       add_as<bf16>(words);
     } else {
       add_as<f16>(words);
     }
   }
-  FLEXOPS_DEVICE void settle(Type) {}
-  FLEXOPS_DEVICE void merge(const Span& other, Type type) {
+  FLEXOPS_DEVICE void settle(ElementType) {}
+  FLEXOPS_DEVICE void merge(const Span& other, ElementType type) {
 #pragma unroll
     for (int k = 0; k < (kEachColumn ? 2 : 1); ++k) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
-        word[k][i] = type == kBf16 ? min2<bf16>(word[k][i], other.word[k][i]) : min2<f16>(word[k][i], other.word[k][i]);
+        word[k][i] = type == ElementType::bf16 ? min2<bf16>(word[k][i], other.word[k][i]) : min2<f16>(word[k][i], other.word[k][i]);
     }
   }
   FLEXOPS_DEVICE Span from(int mask) const {
@@ -122,8 +122,8 @@ struct Span<2, kEachColumn> {
     }
     return out;
   }
-  FLEXOPS_DEVICE float lowest(int set, Type type) const { return half(word[0][set / 2], set % 2, type); }
-  FLEXOPS_DEVICE float highest(int set, Type type) const {
+  FLEXOPS_DEVICE float lowest(int set, ElementType type) const { return half(word[0][set / 2], set % 2, type); }
+  FLEXOPS_DEVICE float highest(int set, ElementType type) const {
     return kEachColumn ? -half(word[1][set / 2], set % 2, type) : -half(word[0][0], 1, type);
   }
 
@@ -145,9 +145,9 @@ struct Span<2, kEachColumn> {
       word[0][0] = min2<T>(word[0][0], low >> 16 | (high & 0xffff0000u));
     }
   }
-  static FLEXOPS_DEVICE float half(u32 in, int which, Type type) {
+  static FLEXOPS_DEVICE float half(u32 in, int which, ElementType type) {
     const u16 bits = static_cast<u16>(in >> (which * 16));
-    return type == kBf16 ? to_float(bf16{bits}) : to_float(f16{bits});
+    return type == ElementType::bf16 ? to_float(bf16{bits}) : to_float(f16{bits});
   }
 };
 #endif

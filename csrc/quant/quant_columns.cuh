@@ -48,7 +48,7 @@ FLEXOPS_DEVICE Tile tile_of(const Params& p) {
   return t;
 }
 
-template <Type kType>
+template <ElementType kType>
 __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   const Tile t = tile_of<N>(p);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS
   }
   u8* out = static_cast<u8*>(p.out) + t.line * p.group_bytes * p.inner + t.column;
   constexpr int kPart =
-      kType == kF32 ? kColumnRows / 2 : kColumnRows;  // code for each row is much to compile; 16-bit ones are slower by parts
+      kType == ElementType::f32 ? kColumnRows / 2 : kColumnRows;  // code for each row is much to compile; 16-bit ones are slower by parts
 #pragma unroll 1
   for (int part = 0; part < kColumnRows; part += kPart) {
 #pragma unroll
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kColumnThreads) quantize_columns(const FLEXOPS
 template <int N>
 FLEXOPS_DEVICE void load_pairs(float (&scale)[N], float (&minimum)[N], const Params& p, i64 index) {
   const i64 other = p.pair == 1 ? index : index + p.inner;
-  if (p.scale_type == kF32) {
+  if (p.scale_type == ElementType::f32) {
     const auto* from = static_cast<const float*>(p.scales);
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
@@ -139,9 +139,9 @@ FLEXOPS_DEVICE void load_pairs(float (&scale)[N], float (&minimum)[N], const Par
 }
 
 /// Numbers of rows have 31 bits.
-template <int kBytes>
+template <ElementType kType>
 __global__ void __launch_bounds__(kPartThreads) dequantize_columns(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<kBytes>;
+  constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   using Codes = Vec<u32, N / 4>;
   const u32 index = blockIdx.x * kPartThreads + threadIdx.x, inner = static_cast<u32>(p.inner);
   if (index >= static_cast<u32>(p.total)) return;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kPartThreads) dequantize_columns(const FLEXOPS
       for (int i = 0; i < N / 4; ++i) codes[i] = (words[k].at[i] >> shift ^ p.flip) & mask;
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] = decode(codes[i / 4], i % 4, step[i], minimum[i], p);
-      store<kStores>(reinterpret_cast<Vector<kBytes>*>(out), narrow(value, kBytes == 4 ? kF32 : p.type, Bits<kBytes>{}));
+      store<kStores>(reinterpret_cast<Vector<kBytes>*>(out), narrow(value, kType, Bits<kBytes>{}));
       out += inner;
     }
   }

@@ -37,7 +37,7 @@ Params make_params(const void* in, void* out, const void* scales, const QuantLay
   p.group_count = quick(l.groups), p.inner_count = p.chunks = p.parts = quick(l.inner);
   p.lanes = p.used = 1, p.log_lanes = 0;
   p.bits = l.bits, p.pair = l.symmetric ? 1 : 2;
-  p.type = static_cast<quant::Type>(l.type), p.scale_type = static_cast<quant::Type>(l.scale_type);
+  p.type = l.type, p.scale_type = l.scale_type;
   p.flat = p.paired = false;
   p.flip = 0, p.base = 0.0f, p.log_pair = p.codes_of_block = p.pairs_of_block = 0;
   p.code_bytes = p.pair_bytes = p.pairs_ahead = 0;
@@ -97,21 +97,20 @@ void plan_any(Params& p, const QuantLayout& l, const void* elements, const void*
   p.log_lanes = log2_of(p.lanes);
 }
 
-/// A kernel for each ElementType.
+/// A kernel for each type.
 using Kernels = KernelOf<Params>[3];
-#define FLEXOPS_BY_TYPE(name) {kernel<quant::name<quant::kF32>>, kernel<quant::name<quant::kF16>>, kernel<quant::name<quant::kBf16>>}
-#define FLEXOPS_BY_SIZE(name) {kernel<quant::name<4>>, kernel<quant::name<2>>, kernel<quant::name<2>>}
-const Kernels kRowQuantizers = FLEXOPS_BY_TYPE(quantize_rows), kRowDequantizers = FLEXOPS_BY_SIZE(dequantize_rows);
-const Kernels kColumnQuantizers = FLEXOPS_BY_TYPE(quantize_columns), kColumnDequantizers = FLEXOPS_BY_SIZE(dequantize_columns);
+#define FLEXOPS_BY_TYPE(name) \
+  {kernel<quant::name<ElementType::f32>>, kernel<quant::name<ElementType::f16>>, kernel<quant::name<ElementType::bf16>>}
+const Kernels kRowQuantizers = FLEXOPS_BY_TYPE(quantize_rows), kRowDequantizers = FLEXOPS_BY_TYPE(dequantize_rows);
+const Kernels kColumnQuantizers = FLEXOPS_BY_TYPE(quantize_columns), kColumnDequantizers = FLEXOPS_BY_TYPE(dequantize_columns);
 #undef FLEXOPS_BY_TYPE
-#undef FLEXOPS_BY_SIZE
 
 /// With `per_block` of p.total in a block.
 void launch(const KernelOf<Params>& kernel, Params& p, int64_t per_block, unsigned threads, void* stream) {
   flexops::launch(kernel, {blocks(ceil_div(p.total, per_block)), {threads}, stream}, p);
 }
 void launch(const Kernels& kernels, Params& p, int64_t per_block, unsigned threads, void* stream) {
-  launch(kernels[p.type], p, per_block, threads, stream);
+  launch(kernels[static_cast<int>(p.type)], p, per_block, threads, stream);
 }
 
 /// What turns codes back into numbers: see decode().

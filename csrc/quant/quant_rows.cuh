@@ -52,7 +52,7 @@ FLEXOPS_DEVICE i64 codes_of(const Params& p, i64 vector) {
 }
 
 /// A group's scale and minimum as they are stored.
-template <Type kType>
+template <ElementType kType>
 FLEXOPS_DEVICE Vec<Bits<kSize<kType>>, 2> make_pair(float lowest, float highest, const Coding& c) {
   const Group g(lowest, highest, c);
   const float pair[2] = {g.scale, g.minimum};
@@ -60,7 +60,7 @@ FLEXOPS_DEVICE Vec<Bits<kSize<kType>>, 2> make_pair(float lowest, float highest,
 }
 
 /// Codes a vector with its group's pair.
-template <Type kType>
+template <ElementType kType>
 FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<kType>>& data, const Vec<Bits<kSize<kType>>, 2>& pair,
                                 const Coding& c, bool blank) {
   constexpr int N = kVector<kSize<kType>>;
@@ -91,7 +91,7 @@ FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<
 /// Merges each vector's extremes over the lanes that share its group, at least kVectors. At each step a lane gives half of what it has for
 /// the other half of its partner's, until span[0] is all it has: that of vector (lane % lanes) / (lanes / kVectors).
 template <typename S>
-FLEXOPS_DEVICE void deal(S (&span)[kVectors], int lanes, Type type) {
+FLEXOPS_DEVICE void deal(S (&span)[kVectors], int lanes, ElementType type) {
   int mask = lanes / 2;
 #pragma unroll
   for (int half = kVectors / 2; half > 0; half /= 2) {
@@ -125,7 +125,7 @@ FLEXOPS_DEVICE void store_pair(const Params& p, i64 group, const Vec<Element, 2>
 }
 
 /// Groups of fewer than kVectors vectors: each lane works out its vectors' groups, one after the other.
-template <Type kType>
+template <ElementType kType>
 FLEXOPS_DEVICE void quantize_small_groups(const Params& p, i64 first, const Coding& c) {
   constexpr int kBytes = kSize<kType>;
 #pragma unroll 1
@@ -146,7 +146,7 @@ FLEXOPS_DEVICE void quantize_small_groups(const Params& p, i64 first, const Codi
   }
 }
 
-template <Type kType>
+template <ElementType kType>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int kBytes = kSize<kType>;
   const i64 first = first_vector();
@@ -199,8 +199,8 @@ FLEXOPS_DEVICE Vec<u32, 2> load_pair(const Params& p, u32 group) {
 }
 
 /// Scale and minimum, which is 0 where there is none.
-FLEXOPS_DEVICE void widen_pair(float (&numbers)[2], const Vec<u32, 2>& pair, Type type) {
-  if (type == kF32) {
+FLEXOPS_DEVICE void widen_pair(float (&numbers)[2], const Vec<u32, 2>& pair, ElementType type) {
+  if (type == ElementType::f32) {
     widen(numbers, pair, type);
   } else {
     widen(numbers, bit_cast<Vec<u16, 2>>(pair.at[0]), type);
@@ -209,8 +209,8 @@ FLEXOPS_DEVICE void widen_pair(float (&numbers)[2], const Vec<u32, 2>& pair, Typ
 
 /// A lane has one vector: its loads seldom wait for memory, and blocks that end soon leave multiprocessors idle for a shorter time at the
 /// kernel's end.
-template <Type kType>
-FLEXOPS_DEVICE void dequantize_vector(const Params& p) {
+template <ElementType kType>
+__global__ void __launch_bounds__(kDecodeThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   using Codes = Vec<u32, N / 4>;
   const u32 vector = blockIdx.x * kDecodeThreads + threadIdx.x, group = vector >> p.log_lanes;
@@ -250,17 +250,6 @@ FLEXOPS_DEVICE void dequantize_vector(const Params& p) {
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = decode(codes.at[i / 4], i % 4, step, minimum, p);
   store<kStores>(out, narrow(value, kType, Bits<kBytes>{}));
-}
-
-template <int kBytes>
-__global__ void __launch_bounds__(kDecodeThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  if constexpr (kBytes == 4) {
-    dequantize_vector<kF32>(p);
-  } else if (p.type == kBf16) {
-    dequantize_vector<kBf16>(p);
-  } else {
-    dequantize_vector<kF16>(p);
-  }
 }
 
 }  // namespace flexops::quant
