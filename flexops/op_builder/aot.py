@@ -78,9 +78,10 @@ def _with_kernels(
     plans: dict[int, list[device_code.KernelPlan]] = {}
     for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
         if device == "cuda" and result.entry:
-            names = [*device_code.names_in(result.entry.library), *(device_code.rare_names_in(result.entry.library) if rare else ())]
-            each = list(device_code.single(choice.architectures))
-            wanted = [(name, one) for one in each if spec.runs_on(one.capability) for name in names if device_code.fitted(name, one)]
+            names, others = device_code.names_in(result.entry.library), device_code.rare_names_in(result.entry.library)
+            each = [one for one in device_code.single(choice.architectures) if spec.runs_on(one.capability)]
+            every = [(name, one) for one in each for name in (*names, *others) if device_code.fitted(name, one)]
+            wanted = every if rare else [(name, one) for one in each for name in device_code.ahead(names, one)]
             plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for name, one in wanted]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
     together = [plan for own in plans.values() for plan in own]

@@ -155,6 +155,21 @@ def fitted(expression: str, architecture: Architecture) -> Architecture | None:
     return architecture._replace(capability=_HOPPER, ptx=False) if architecture.sass and architecture.capability.base == _HOPPER.base else None
 
 
+def ahead(names: Sequence[str], architecture: Architecture) -> list[str]:
+    """Those of a library's kernels that builds ahead of time make for an architecture.
+
+    On Hopper, ``name_hopper<T, a, b, ...>`` takes the place of ``name<T, a, b, ...>`` in all but odd calls, whose kernel is compiled when it is launched.
+    """
+    fitting = [name for name in names if fitted(name, architecture)]
+    replaced = {_tiling(name) for name in fitting if "_hopper<" in name}
+    return [name for name in fitting if "_hopper<" in name or _tiling(name) not in replaced]
+
+
+def _tiling(expression: str) -> tuple[str, ...]:
+    kernel, _, arguments = expression.partition("<")
+    return kernel.removesuffix("_hopper"), *arguments.split(", ")[:3]
+
+
 def artifact_name(family: str, architecture: str, expression: str) -> str:
     """The directory of a kernel's code: ``architecture`` is ``sm_90`` or ``compute_90``."""
     return f"{family}-{architecture}-{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
@@ -291,7 +306,7 @@ def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, 
     for (version, architecture), kernels in sorted(made.items()):
         one = Architecture(ComputeCapability.parse(architecture), sass=not architecture.startswith("compute_"))
         there = kernels | (made.get((version, hopper), set()) if one.capability.base == _HOPPER.base else set())
-        if {name for name in wanted if fitted(name, one)} <= there:
+        if set(ahead(names, one)) <= there:
             complete.setdefault(version, []).append(architecture)
     return complete
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,20 +140,23 @@ def _called(spec: OpSpec, name: bytes, made: tuple[tuple[str, str], ...]) -> Fam
 def incomplete(
     library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = (), *, some: bool = False
 ) -> Refusal | None:
-    """None if every kernel of a library (``some``: at least one) is compiled already for every GPU here; else how many are not."""
-    return _lacking(device_code.names_in(library), spec, capabilities, made, some=some)
+    """None if every kernel of a library that is built ahead of time (``some``: at least one) is there for every GPU here; else how many are not."""
+    names = device_code.names_in(library)
+    return _lacking(lambda one: device_code.ahead(names, one), spec, capabilities, made, some=some)
 
 
 def lacks_rare(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = ()) -> bool:
-    """Whether a kernel of those that few calls launch is not compiled for a GPU here."""
-    return _lacking(device_code.rare_names_in(library), spec, capabilities, made) is not None
+    """Whether any of its kernels, those that few calls launch included, is not compiled for a GPU here."""
+    names = (*device_code.names_in(library), *device_code.rare_names_in(library))
+    return _lacking(lambda one: [name for name in names if device_code.fitted(name, one)], spec, capabilities, made) is not None
 
 
 def _lacking(
-    names: list[str], spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...], *, some: bool = False
-) -> Refusal | None:
+    names: Callable[[Architecture], list[str]], spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...],
+    *, some: bool = False,
+) -> Refusal | None:  # fmt: skip
     for capability in capabilities:
-        wanted = [name for name in names if device_code.fitted(name, Architecture(capability))]
+        wanted = names(Architecture(capability))
         architectures = [*machine_code(capability), *ptx(capability)]
         kernels = [FamilyKernel(spec, name, made) for name in wanted]
         there = (bool(next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)

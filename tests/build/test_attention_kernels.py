@@ -79,6 +79,17 @@ def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
         assert str(device_code.fitted(name, hopper)) == ("9.0a" if own else "9.0")
 
 
+def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library: Path) -> None:
+    names = device_code.names_in(library)
+    ampere, hopper, ptx = parse_arch_list("8.9")[0], parse_arch_list("9.0")[0], parse_arch_list("9.0+PTX")[0]._replace(sass=False)
+    for one in (ampere, ptx):
+        assert device_code.ahead(names, one) == [name for name in names if "_hopper<" not in name]
+    kept = device_code.ahead(names, hopper)
+    assert {name for name in names if "_hopper<" in name} < set(kept) < set(names)
+    assert not any(re.search(r"::forward<", name) for name in kept), "all of its tilings are Hopper's own there"
+    assert any("::backward<flexops::bf16, 256," in name for name in kept), "which has none of its own for heads of 256"
+
+
 def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a() -> None:
     def entry(kernel: str, architecture: str) -> Any:
         return SimpleNamespace(manifest=SimpleNamespace(kernel=kernel, cuda_version="13.0", architectures=(architecture,)))
