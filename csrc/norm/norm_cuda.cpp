@@ -40,9 +40,9 @@ const Kernels kMany = {kernel<norm::forward_held<float, false, true, norm::kMany
 const Kernels kAdding = {kernel<norm::forward_held<float, true, true, norm::kItems>>,
                          kernel<norm::forward_held<f16, true, true, norm::kItems>>,
                          kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
-const Kernels kCodes = {kernel<norm::forward_codes<float, norm::kItems>>, kernel<norm::forward_codes<f16, norm::kItems>>,
+const Kernels kCodes = {kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
-const Kernels kManyCodes = {kernel<norm::forward_codes<float, norm::kManyItems>>, kernel<norm::forward_codes<f16, norm::kManyItems>>,
+const Kernels kManyCodes = {kernel<norm::forward_codes<float, norm::kManyItems>>, rare_kernel<norm::forward_codes<f16, norm::kManyItems>>,
                             kernel<norm::forward_codes<bf16, norm::kManyItems>>};
 // Layer norm, for few rows and for many.
 const auto kLayerF32 = kernel<norm::forward_held<float, false, true, norm::kFewItems>>;
@@ -90,13 +90,13 @@ Way choose(const NormForward& a) {
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
   if (aligned && a.row_type == NormType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
-    return {kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
-  if (aligned && a.row_type == NormType::f32) return {kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
-  if (aligned) return {kernel<norm::forward_rows<norm::Half>>, vector, norm::kItems, 16, 1024};
+    return {rare_kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
+  if (aligned && a.row_type == NormType::f32) return {rare_kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
+  if (aligned) return {rare_kernel<norm::forward_rows<norm::Half>>, vector, norm::kItems, 16, 1024};
   // Where few elements have a place in a vector, single ones are no slower.
-  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {kernel<norm::forward_short>, 1, norm::kItems};
+  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {rare_kernel<norm::forward_short>, 1, norm::kItems};
   const int64_t piece = kPiece * (norm::size_of(a.row_type) + (a.residual ? norm::size_of(a.type) : 0));
-  return {kernel<norm::forward_ragged>, kPiece, kPieces, piece, 1024, true};
+  return {rare_kernel<norm::forward_ragged>, kPiece, kPieces, piece, 1024, true};
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.

@@ -77,10 +77,10 @@ KernelOf<Backward> find_walk(const NormBackward& a) {
   return a.centered ? kernel<norm::backward_walk<bf16, true>> : kernel<norm::backward_walk<bf16, false>>;
 }
 
-const KernelOf<Backward> kInput[] = {kernel<norm::backward_input<float>>, kernel<norm::backward_input<norm::Half>>,
-                                     kernel<norm::backward_input<norm::Any>>};
-const KernelOf<Backward> kParameters[] = {kernel<norm::backward_parameters<float>>, kernel<norm::backward_parameters<norm::Half>>,
-                                          kernel<norm::backward_parameters<norm::Any>>};
+const KernelOf<Backward> kInput[] = {rare_kernel<norm::backward_input<float>>, rare_kernel<norm::backward_input<norm::Half>>,
+                                     rare_kernel<norm::backward_input<norm::Any>>};
+const KernelOf<Backward> kParameters[] = {rare_kernel<norm::backward_parameters<float>>, rare_kernel<norm::backward_parameters<norm::Half>>,
+                                          rare_kernel<norm::backward_parameters<norm::Any>>};
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
   launch(find_walk(a), {blocks(plan.blocks), blocks(plan.threads), stream, plan.shared_bytes}, p);

@@ -64,17 +64,17 @@ void spread(Params& p, Grid& grid) {
 const KernelOf<Params>& of_type(SoftmaxType type, const KernelOf<Params>& f32, const KernelOf<Params>& half) {
   return type == SoftmaxType::f32 ? f32 : half;
 }
-#define FLEXOPS_OF_TYPE(type, name) of_type(type, kernel<softmax::name<softmax::kF32>>, kernel<softmax::name<softmax::kHalf>>)
+#define FLEXOPS_OF_TYPE(type, which, name) of_type(type, which<softmax::name<softmax::kF32>>, which<softmax::name<softmax::kHalf>>)
 
 /// For rows that are too long for a block to hold.
 const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
-  return launch(FLEXOPS_OF_TYPE(type, softmax_long), p, grid, stream);
+  return launch(FLEXOPS_OF_TYPE(type, kernel, softmax_long), p, grid, stream);
 }
 
 const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
-  return launch(FLEXOPS_OF_TYPE(type, softmax_long_masked), p, grid, stream);
+  return launch(FLEXOPS_OF_TYPE(type, rare_kernel, softmax_long_masked), p, grid, stream);
 }
 
 }  // namespace
@@ -105,11 +105,11 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
     Grid grid = make_grid(p, rows.type, softmax::kAddedHeld, softmax::kMostOfAdded);
     if (grid.holds) {
       spread(p, grid);
-      return launch(FLEXOPS_OF_TYPE(rows.type, softmax_added), p, grid, stream);
+      return launch(FLEXOPS_OF_TYPE(rows.type, kernel, softmax_added), p, grid, stream);
     }
   }
   const Grid grid = make_grid(p, rows.type, softmax::kGeneralHeld, softmax::kMostThreads);
-  if (grid.holds) return launch(FLEXOPS_OF_TYPE(rows.type, softmax_general), p, grid, stream);
+  if (grid.holds) return launch(FLEXOPS_OF_TYPE(rows.type, rare_kernel, softmax_general), p, grid, stream);
   return softmax_long_masked(p, rows.type, stream);
 }
 

@@ -94,10 +94,11 @@ def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a() -> None:
     def entry(kernel: str, architecture: str) -> Any:
         return SimpleNamespace(manifest=SimpleNamespace(kernel=kernel, cuda_version="13.0", architectures=(architecture,)))
 
-    names = ["a::forward<f>", "a::forward_hopper<f>"]
+    names = ["a::forward<f>", "a::forward_hopper<f>", "a::before<f>"]
+    elsewhere = [entry(name, one) for name in (names[0], names[2]) for one in ("8.0", "compute_90")]
     for entries, expected in (
-        ([entry(names[0], "9.0"), entry(names[1], "9.0a"), entry(names[0], "8.0"), entry(names[0], "compute_90")], ["8.0", "9.0", "compute_90"]),
-        ([entry(names[0], "9.0")], []),
+        ([*elsewhere, entry(names[1], "9.0a"), entry(names[2], "9.0")], ["8.0", "9.0", "compute_90"]),
+        ([entry(names[0], "9.0"), entry(names[2], "9.0")], []),
     ):
         cache = SimpleNamespace(entries=lambda _, entries=entries: entries)
         assert device_code.kept_for(cache, "attention", names).get("13.0", []) == expected  # type: ignore[arg-type]
