@@ -203,6 +203,45 @@ def check_head(mesh: DeviceMesh, device: str) -> None:
             call()
 
 
+class Attention(torch.nn.Module):
+    """Attention of grouped heads over a projection, in bfloat16 on a GPU, where its kernels are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = torch.nn.Linear(48, 8 * 16, dtype=dtype), torch.nn.Linear(64, 48, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], -2)
+        attended = flexops.attention(q, k, v, causal=True)
+        assert isinstance(attended, Tensor)
+        hidden: Tensor = self.out(attended.flatten(-2))
+        return x + hidden
+
+
+def check_attention(mesh: DeviceMesh, device: str) -> None:
+    """Two layers, each sharded by itself, under checkpointing, against the same whole; and what is said of DTensors."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model, plain = (torch.nn.ModuleList(Attention(dtype) for _ in range(2)).to(device) for _ in range(2))
+    for module in model:
+        fully_shard(module, mesh=mesh)
+    x = draw((2, 37, 48), 1).to(device, dtype)  # the same on all ranks, so that the mean is the gradient
+    for layers in (model, plain):
+        hidden = x
+        for layer in layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        hidden.float().square().mean().backward()
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if device == "cuda" else {}
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), other.grad, **tolerance)  # type: ignore[arg-type]
+    sharded = distribute_tensor(x.unflatten(-1, (3, 16)), mesh, [Replicate()])
+    with pytest.raises(TypeError, match=r"flexops\.attention: q must be a plain tensor, got a DTensor"):
+        flexops.attention(sharded, sharded, sharded)
+
+
 def main(rank: int, world: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
@@ -221,6 +260,7 @@ def main(rank: int, world: int, store: str, device: str) -> None:
     print(f"rank {rank}: clipping holds", flush=True)
     check_sums_that_are_not_added_up(flat, device)
     check_head(flat, device)
+    check_attention(flat, device)
     for name in OPTIMIZERS:
         check_fully_sharded(flat, device, name)
         print(f"rank {rank}: {name} under fully_shard holds", flush=True)

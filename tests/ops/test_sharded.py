@@ -1,4 +1,4 @@
-"""Optimizers and clipping on DTensors and under fully_shard: two processes, on the CPU."""
+"""Optimizers, clipping, losses and attention on DTensors and under fully_shard: two processes, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from flexops.op_builder import loader
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
-FAMILIES = ("adam", "lion", "adagrad", "lamb", "adam8bit", "grad_norm", "cross_entropy", "activation")
+FAMILIES = ("adam", "lion", "adagrad", "lamb", "adam8bit", "grad_norm", "cross_entropy", "activation", "attention")
 
 
 def run_ranks(world: int, device: str, store: Path, timeout: float) -> None:

@@ -1,14 +1,15 @@
 """A small transformer, trained once with torch's operators and once with flexops': the losses have to follow each other.
 
 Its first layer is of one kind (rms_norm, causal softmax, swiglu), its second of another (layer_norm, softmax with a mask, bias_gelu), so that every
-operator for training takes part; the loss alternates between linear_cross_entropy and cross_entropy over the logits.
+operator for training takes part; the loss alternates between linear_cross_entropy and cross_entropy over the logits. A third model has attention in place
+of the softmaxes: causal by itself, and by a mask.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ class Operators:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
-    causal_softmax: Callable[..., Tensor]
-    masked_softmax: Callable[..., Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     swiglu: Callable[..., Tensor]
     bias_gelu: Callable[..., Tensor]
     losses: tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -55,6 +55,23 @@ def _masked_softmax(scores: Tensor, keep: Tensor) -> Tensor:
     return torch.softmax((scores.float() * SIZE**-0.5).masked_fill(~keep, -torch.inf), -1).to(scores.dtype)
 
 
+def _by_softmax(causal_softmax: Callable[[Tensor], Tensor], masked_softmax: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Attention of ``[batch, heads, length, size]``, causal if there is no mask."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        k, v = (part.repeat_interleave(HEADS // KEY_HEADS, 1) for part in (k, v))
+        scores = q @ k.transpose(-1, -2)
+        return (causal_softmax(scores) if keep is None else masked_softmax(scores, keep)) @ v
+
+    return attend
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    out = flexops.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=keep is None, bias=keep)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
 def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return F.layer_norm(total.float(), total.shape[-1:], weight, bias, EPS).to(total.dtype), total
@@ -65,8 +82,7 @@ PLAIN = Operators(
     add_rms_norm=lambda x, residual, weight: (_rms_norm(x + residual, weight), x + residual),
     add_layer_norm=_add_layer_norm,
     rotate=lambda q, k, cos, sin: (_rotate_one(q, cos, sin), _rotate_one(k, cos, sin)),
-    causal_softmax=lambda scores: _masked_softmax(scores, torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=scores.device).tril()),
-    masked_softmax=_masked_softmax,
+    attend=_by_softmax(lambda scores: _masked_softmax(scores, torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=scores.device).tril()), _masked_softmax),
     swiglu=lambda gate, up: F.silu(gate) * up,
     bias_gelu=lambda x, bias: F.gelu(x + bias.to(x.dtype), approximate="tanh"),
     losses=(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),) * 2,
@@ -81,8 +97,9 @@ def _swapped(optimizer: Callable[..., torch.optim.Optimizer]) -> Operators:
         add_rms_norm=lambda x, residual, weight: flexops.add_rms_norm(x, residual, weight, EPS),
         add_layer_norm=lambda x, residual, weight, bias: flexops.add_layer_norm(x, residual, weight, bias, EPS),
         rotate=flexops.rotary_embedding,
-        causal_softmax=lambda scores: flexops.causal_softmax(scores, SIZE**-0.5),
-        masked_softmax=lambda scores, keep: flexops.scaled_masked_softmax(scores, keep, SIZE**-0.5),
+        attend=_by_softmax(
+            lambda scores: flexops.causal_softmax(scores, SIZE**-0.5), lambda scores, keep: flexops.scaled_masked_softmax(scores, keep, SIZE**-0.5)
+        ),
         swiglu=flexops.swiglu,
         bias_gelu=lambda x, bias: flexops.bias_gelu(x, bias, approximate="tanh"),
         losses=(
@@ -109,10 +126,7 @@ def make_parameters(device: str) -> Parameters:
 def attention(ops: Operators, p: Parameters, layer: int, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor) -> Tensor:
     q, k, v = F.linear(x, p[f"{layer}.qkv"]).unflatten(-1, (-1, SIZE)).transpose(1, 2).split([HEADS, KEY_HEADS, KEY_HEADS], 1)
     q, k = ops.rotate(q, k, cos, sin)
-    k, v = (part.repeat_interleave(HEADS // KEY_HEADS, 1) for part in (k, v))
-    scores = q @ k.transpose(-1, -2)
-    weights = ops.masked_softmax(scores, keep) if layer else ops.causal_softmax(scores)
-    return F.linear((weights @ v).transpose(1, 2).flatten(2), p[f"{layer}.out"])
+    return F.linear(ops.attend(q, k, v, keep if layer else None).transpose(1, 2).flatten(2), p[f"{layer}.out"])
 
 
 def forward(ops: Operators, p: Parameters, tokens: Tensor) -> Tensor:
@@ -183,10 +197,12 @@ def plain() -> Callable[..., Tensor]:
     return losses
 
 
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # attention of float32 on a GPU
+@pytest.mark.parametrize("fused", [False, True], ids=["softmax", "attention"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_loss_follows_torchs(device: str, plain: Callable[..., Tensor]) -> None:
+def test_the_loss_follows_torchs(device: str, fused: bool, plain: Callable[..., Tensor]) -> None:
     expected = plain(device)
-    actual = train(_swapped(flexops.optim.AdamW), device)
+    actual = train(replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), device)
     assert expected[-20:].mean() < 0.5 * expected[0], "the plain model must learn for this to mean something"
     difference = (actual - expected).abs()
     assert difference[:20].max() < 2e-5, difference[:20]
@@ -194,9 +210,10 @@ def test_the_loss_follows_torchs(device: str, plain: Callable[..., Tensor]) -> N
 
 
 @pytest.mark.gpu
-def test_the_loss_follows_torchs_under_autocast(plain: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["softmax", "attention"])
+def test_the_loss_follows_torchs_under_autocast(fused: bool, plain: Callable[..., Tensor]) -> None:
     expected = plain("cuda", autocast=True)
-    actual = train(_swapped(flexops.optim.AdamW), "cuda", autocast=True)
+    actual = train(replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), "cuda", autocast=True)
     assert (actual - expected).abs()[:20].max() < 0.02
     assert (actual[-50:].mean() - expected[-50:].mean()).abs() < 0.03
 
