@@ -45,11 +45,15 @@ RUNGS: tuple[Rung, ...] = (
     Rung("torch-all-jobs", "torch", "+ all jobs"),
     Rung("torch-ccache", "torch", "+ ccache hit", quick=False),
     Rung("torch-warm", "torch", "again in a new process (nothing to build)", quick=True),
+    Rung("torch-edit-cpp", "torch", "an edit of a pybind11 .cpp (processor time)", quick=False),
+    Rung("torch-edit-cu", "torch", "an edit of a .cu with torch/extension.h (processor time)", quick=False),
     Rung("flexops-all-archs", "flexops", "cold, every kernel, all architectures"),
     Rung("flexops-cold", "flexops", "cold, every kernel, one architecture"),
     Rung("flexops-ccache", "flexops", "ccache hit, one architecture (kernels anew)"),
     Rung("flexops-first-use", "flexops", "library there, one kernel (a first call)"),
     Rung("flexops-warm", "flexops", "warm, in a new process"),
+    Rung("flexops-edit-cpp", "flexops", "an edit of that .cpp by flexops.load (processor time)", quick=False),
+    Rung("flexops-edit-cu", "flexops", "an edit of that .cu by flexops.load (processor time)", quick=False),
     Rung("flexops-aot", "flexops", "all operators ahead of time, CPU and one architecture"),
     Rung("flexops-import", "flexops", "import flexops, beyond torch"),
     *(Rung(f"family-{spec.name}", "flexops", f"{spec.name}, cold, one architecture", quick=False, family=spec.name) for spec in catalog.CATALOG),
@@ -114,6 +118,8 @@ COMPARISONS: tuple[tuple[str, str, str], ...] = (
     ("ccache hit: cpp_extension.load / flexops", "torch-ccache", "flexops-ccache"),
     ("first call: cpp_extension.load, cold / flexops, library there", _FAIR, "flexops-first-use"),
     ("warm, new process: cpp_extension.load / flexops", "torch-warm", "flexops-warm"),
+    ("an edit of a pybind11 .cpp, processor time: cpp_extension.load / flexops.load", "torch-edit-cpp", "flexops-edit-cpp"),
+    ("an edit of a .cu with torch/extension.h, processor time: cpp_extension.load / flexops.load", "torch-edit-cu", "flexops-edit-cu"),
     ("flexops: all architectures / one", "flexops-all-archs", "flexops-cold"),
 )
 """(what is compared, the rung that is expected to be slower, the faster one)."""
@@ -197,7 +203,7 @@ def _known(earlier: Ladder | None, ladder: Ladder, only: Sequence[str]) -> dict[
 def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
     if quick and not rung.quick:
         return Measurement(rung, None, "left out by --quick")
-    if rung.side == "torch" and runner.cuda is None:
+    if (rung.side == "torch" or rung.id.endswith("-cu")) and runner.cuda is None:
         return Measurement(rung, None, "no nvcc here")
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .build_ladder import COMPARISONS, Ladder, Measurement
+from .build_text import OTHER_WORK
 from .text import duration, ratio
 
 
@@ -30,4 +31,4 @@ def _time(item: Measurement) -> str:
 
 
 def _against(item: Measurement, slowest: float | None) -> str:
-    return ratio(slowest / item.seconds) if item.seconds and slowest else ""
+    return ratio(slowest / item.seconds) if item.seconds and slowest and item.rung.id not in OTHER_WORK else ""

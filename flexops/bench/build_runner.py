@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from ..toolchain.model import CudaToolkit, HostCompiler, Toolchain, TorchBuild
 OP = "adam"
 WARM_STARTS = 7
 _HERE = Path(__file__).resolve().parent
+EDITS = 2
+EDITED = {"cpp": _HERE / "data" / "rows_edited.cpp", "cu": _HERE / "data" / "scale_edited.cu"}
 SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conventional_kernel.cu")
 
 _Environment = Mapping[str, "str | None"]
@@ -37,9 +40,12 @@ class Runner:
         if tools.cuda is not None:
             _linker_names(tools.cuda, tools.host, tools.torch, self.library_dir)
         self._runs = 0
+        self._edited: dict[str, dict[str, list[float]]] = {}
 
     def measure(self, rung_id: str) -> float:
         """Seconds for one rung."""
+        if side_and_kind := re.fullmatch(r"(torch|flexops)-edit-(cpp|cu)", rung_id):
+            return self.edit(*side_and_kind.groups())
         return {
             "torch-baseline": lambda: self.conventional("setuptools", self.all, jobs=1),
             "torch-ninja": lambda: self.conventional("load", self.all, jobs=1),
@@ -62,15 +68,19 @@ class Runner:
         assert self.cuda is not None
         place = self.scratch / directory if directory else self._fresh("torch")
         request = {
-            "mode": mode, "sources": [str(source) for source in SOURCES], "directory": str(place),
+            "mode": mode, "sources": [str(source) for source in SOURCES], "directory": str(place), "name": "adam_conventional",
             "cuda_home": str(self.cuda.root), "library_dir": str(self.library_dir),
         }  # fmt: skip
+        return float(self._conventional_child(request, arch, jobs, environment)["seconds"])
+
+    def _conventional_child(self, request: dict[str, Any], arch: str, jobs: int | None = None, environment: _Environment | None = None) -> dict[str, Any]:
+        assert self.cuda is not None
         variables = {
             "TORCH_CUDA_ARCH_LIST": arch, "CUDA_HOME": str(self.cuda.root), "CXX": str(self.host.path), "CC": str(self.host.path),
             "TORCH_NO_COMPILER_WRAPPER": "1", "CCACHE_DISABLE": "1", "LD_LIBRARY_PATH": _joined(self.library_dir, os.environ.get("LD_LIBRARY_PATH")),
             "MAX_JOBS": str(jobs) if jobs else None,
         }  # fmt: skip
-        return float(self._child("child_conventional.py", request, {**variables, **(environment or {})})["seconds"])
+        return self._child("child_conventional.py", request, {**variables, **(environment or {})})
 
     def conventional_ccache(self) -> float:
         """The second of two builds that share a compiler cache."""
@@ -128,6 +138,30 @@ class Runner:
             "FLEXOPS_JIT": "1", "FLEXOPS_LOG": "quiet", "MAX_JOBS": None, "PYTHONPATH": _joined(_HERE.parents[1], os.environ.get("PYTHONPATH")),
         }  # fmt: skip
         return self._child("child_flexops.py", request, {**variables, **(environment or {})})
+
+    # ---- edits of people's own sources, both sides in turns ------------------------------------------------------------------------------
+
+    def edit(self, side: str, kind: str) -> float:
+        """Processor time of building anew after an edit, of both by turns; the machine may have other work, so the clock on the wall says little."""
+        if kind not in self._edited:
+            self._edited[kind] = {"torch": [], "flexops": []} if self.cuda else {"flexops": []}
+            for number in range(EDITS + 1):  # the first is the first build, which for flexops precompiles torch's headers as well
+                for one, measured in self._edited[kind].items():
+                    seconds = self._edit(one, kind, number)
+                    measured += [seconds] if number else []
+        return statistics.median(self._edited[kind][side])
+
+    def _edit(self, side: str, kind: str, number: int) -> float:
+        place = self.scratch / f"{side}-edit-{kind}"
+        place.mkdir(exist_ok=True)
+        source = place / EDITED[kind].name
+        source.write_text(EDITED[kind].read_text(encoding="utf-8").replace("EDITED", str(number)), encoding="utf-8")
+        request = {"name": source.stem, "sources": [str(source)], "directory": str(place), "library_dir": str(self.library_dir)}
+        if side == "torch":
+            assert self.cuda is not None
+            return float(self._conventional_child({**request, "mode": "load", "cuda_home": str(self.cuda.root)}, self.one)["processor"])
+        cache, request["cuda"] = self.scratch / "flexops-edits", self.cuda.version.major_minor if self.cuda else ""
+        return float(self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "1" if kind == "cpp" else "auto"})["processor"])
 
     # ---- both ---------------------------------------------------------------------------------------------------------------------------
 

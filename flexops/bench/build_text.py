@@ -8,7 +8,7 @@ from . import build_ladder
 from .build_ladder import Ladder, Measurement
 from .text import columns, duration, ratio
 
-_OTHER_WORK = ("flexops-aot", "flexops-import")
+OTHER_WORK = ("flexops-aot", "flexops-import", *(f"{side}-edit-{kind}" for side in ("torch", "flexops") for kind in ("cpp", "cu")))
 """Rungs that do something else than the first, so that no factor says anything."""
 
 
@@ -33,7 +33,7 @@ def _rungs(op: str, measured: Sequence[tuple[Measurement, float]]) -> Iterator[s
         return
     first = measured[0][1]
     rows = [
-        (item.rung.side, item.rung.label, duration(seconds), "" if item.rung.id in _OTHER_WORK else ratio(first / seconds)) for item, seconds in measured
+        (item.rung.side, item.rung.label, duration(seconds), "" if item.rung.id in OTHER_WORK else ratio(first / seconds)) for item, seconds in measured
     ]
     yield f"One CUDA op ({op}) from source to loaded; import torch not counted"
     yield ""

@@ -1,12 +1,14 @@
 """Has flexops provide operators in a process of its own, and prints how long that took.
 
 Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call would, with ``kernel``, an architecture, also one of its
-kernels; ``family`` to build with all of its kernels; or ``aot``: true to build everything ahead of time.
+kernels; ``family`` to build with all of its kernels; ``sources`` for ``flexops.load``, under ``name``, whose processor time is told; or ``aot``: true to build
+everything ahead of time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any, Literal
@@ -60,10 +62,24 @@ def _build(names: tuple[str, ...], devices: tuple[Literal["cpu", "cuda"], ...]) 
     return {"seconds": seconds, "libraries": len(results), "error": "; ".join(str(result.error) for result in results if result.error)}
 
 
+def _load_sources(request: dict[str, Any]) -> dict[str, Any]:
+    import torch  # what is measured is the build
+
+    if request["sources"][0].endswith(".cu") and torch.version.cuda is None:  # a CPU build of torch compiles with a toolkit just as well
+        torch.version.cuda = request["cuda"]
+    import flexops
+
+    started, used = time.perf_counter(), os.times()
+    flexops.load(request["name"], request["sources"], extra_ldflags=[f"-L{request['library_dir']}"])
+    return {"seconds": time.perf_counter() - started, "processor": sum(os.times()[:4]) - sum(used[:4])}
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     if request.get("aot"):
         result = _build((), ("cpu", "cuda"))
+    elif request.get("sources"):
+        result = _load_sources(request)
     elif family := request.get("family"):
         result = _build((family,), ("cuda",))
     else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import FlexopsError
@@ -121,7 +121,7 @@ def bind(signature: Signature, schema: Schema, options: Options, reference: Func
     }
     declared = ", ".join(map(_declared, schema.arguments))
     text = "".join(f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines) for name, lines in pieces.items() if lines)
-    return bound._replace(text=text + _call(schema, launch))
+    return bound._replace(text=text + _call(schema, list(_run_again(signature, schema, options, bound)) or launch))
 
 
 def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
@@ -206,9 +206,7 @@ def _evaluated(label: str, given: Any, schema: Schema, functions: dict[str, Any]
 def _run(signature: Signature, schema: Schema, options: Options, bound: Bound, known: Sequence[str]) -> Iterable[str]:
     inputs, functions = [argument.name for argument in schema.arguments], bound.functions
     first = next(tensor.name for tensor in schema.tensors if not tensor.optional)
-    yield f"_device = {first}.get_device()"
-    yield "if _device != _current_device():"
-    yield f"    with _guard(_device): return run({', '.join(inputs)})"
+    yield from _on_its_device(schema, first)
     yield from _made(signature, schema, options, functions, inputs)
     yield f"_key = ({_key(schema, bound, first)},)"
     yield "_kernel = _kernels.get(_key)"
@@ -222,37 +220,68 @@ def _run(signature: Signature, schema: Schema, options: Options, bound: Bound, k
         yield f"_grid_x, _grid_y, _grid_z = -(-{count} // (_block_x * _block_y * _block_z)), 1, 1"
     else:
         yield from _dimensions("_grid", options.grid, schema, functions, known)
-    returned = _returned(schema)
-    yield f"if _grid_x * _grid_y * _grid_z == 0: {returned}"
+    yield f"if _grid_x * _grid_y * _grid_z == 0: {_returned(schema)}"
     yield f"_shared = {_evaluated('_shared_of', options.shared, schema, functions, known)}"
     if callable(options.shared) or options.shared > 0:
         yield "if _shared > _WITHOUT_ASKING: _allow(_kernel, _shared, _device)"
+    yield from _launched(schema, options, bound.values, "_grid_x, _grid_y, _grid_z", "_block_x, _block_y, _block_z", "_shared")
+
+
+def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bound) -> Iterable[str]:
+    """The same where all but the values follows from dtypes and the first result's shape: that is worked out once for each. Nothing, where it does not."""
+    pointers = {parameter.name for parameter in signature.parameters if parameter.pointer}
+    functions = (options.grid, options.block, options.shared, options.out)
+    if any(map(callable, functions)) or options.grid is not None or len(schema.results) != 1 or options.strided or _like(schema, options) not in pointers:
+        return
+    first, like = next(tensor.name for tensor in schema.tensors if not tensor.optional), _like(schema, options)
+    yield from _on_its_device(schema, first)
+    yield from _contiguous(schema, pointers)
+    yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
+    yield "_plan = _plans.get(_key)"
+    yield f"if _plan is None: return _remember(_key, {like}, run({', '.join(argument.name for argument in schema.arguments)}))"
+    yield "_kernel, _grid_x, _n, _size, _stride = _plan"
+    yield f"{schema.results[0]} = _empty_strided(_size, _stride, {like}.dtype)"
+    values = ["_n" if value == f"{schema.results[0]}.numel()" else value for value in bound.values]
+    block = (*(options.block if isinstance(options.block, (tuple, list)) else (options.block,)), 1, 1)[:3]
+    yield from _launched(schema, options, values, "_grid_x, 1, 1", ", ".join(map(str, block)), str(options.shared))
+
+
+def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
+    yield f"_device = {first}.get_device()"
+    yield "if _device != _current_device():"
+    yield f"    with _guard(_device): return run({', '.join(argument.name for argument in schema.arguments)})"
+
+
+def _launched(schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str) -> Iterable[str]:
+    given = "".join(f"{value}, " for value in values)
     yield "_memory, _config, _attribute, _extra = _buffers.all"
-    values = ", ".join(bound.values)
-    attribute = "_attribute, 1" if options.cluster else "0, 0"
     yield "try:"
-    config = "_grid_x, _grid_y, _grid_z, _block_x, _block_y, _block_z, _shared, _stream(_device)"
-    yield f"    _pack(_memory, 0, {config}, {attribute}, {values})".replace(", )", ")")
+    attribute = "_attribute, 1" if options.cluster else "0, 0"
+    yield f"    _pack(_memory, 0, {grid}, {block}, {shared}, _stream(_device), {attribute}, {given})"
     yield "except _NOT_PACKED:"
-    yield f"    _explain((_grid_x, _grid_y, _grid_z), (_block_x, _block_y, _block_z), _shared, ({values + ',' if values else ''}))"
+    yield f"    _explain(({grid}), ({block}), {shared}, ({given}))"
     yield "    raise"
     yield "_status = _launch(_config, _kernel, None, _extra)"
-    yield "if _status: _failed(_status, _device, _config, _kernel, _extra, (_grid_x, _grid_y, _grid_z), (_block_x, _block_y, _block_z), _shared)"
-    yield returned
+    yield f"if _status: _failed(_status, _device, _config, _kernel, _extra, ({grid}), ({block}), {shared})"
+    yield _returned(schema)
 
 
 def _made(signature: Signature, schema: Schema, options: Options, functions: dict[str, Any], inputs: Sequence[str]) -> Iterable[str]:
     """Lines that make contiguous what becomes a pointer, and the results: of fake tensors, too."""
-    pointers = {parameter.name for parameter in signature.parameters if parameter.pointer}
-    for tensor in schema.tensors:
-        if not options.strided and tensor.name in pointers:
-            there = f"{tensor.name} is not None and " if tensor.optional else ""
-            yield f"if {there}not {tensor.name}.is_contiguous():"
-            yield f"    _refuse_strides({tensor.name!r})" if tensor.mutable else f"    {tensor.name} = {tensor.name}.contiguous()"
+    if not options.strided:
+        yield from _contiguous(schema, {parameter.name for parameter in signature.parameters if parameter.pointer})
     if callable(options.out):
         yield f"{', '.join(schema.results)} = {_evaluated('_out', options.out, schema, functions, inputs)}"
     elif schema.results:
         yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
+
+
+def _contiguous(schema: Schema, pointers: Container[str]) -> Iterable[str]:
+    for tensor in schema.tensors:
+        if tensor.name in pointers:
+            there = f"{tensor.name} is not None and " if tensor.optional else ""
+            yield f"if {there}not {tensor.name}.is_contiguous():"
+            yield f"    _refuse_strides({tensor.name!r})" if tensor.mutable else f"    {tensor.name} = {tensor.name}.contiguous()"
 
 
 def _like(schema: Schema, options: Options) -> str:

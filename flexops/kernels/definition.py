@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import struct
 import sys
@@ -34,6 +35,8 @@ _MENDS = {
     '"std"': "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a toolkit's include directory>] has cuda/std)",
 }
 """What mends an error of the compiler, by what it says."""
+
+_MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
 _defined: dict[str, _Registered] = {}
 _lock = threading.RLock()
@@ -165,6 +168,7 @@ class _Code:
         self.source, self.signature, self.schema, self.bound, self.options, self.reference = source, signature, schema, bound, options, reference
         self.include, self.flags = include, flags
         self._kernels: dict[tuple[Any, ...], int] = {}
+        self._plans: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._loaded: dict[tuple[str, Any], int] = {}
         self._allowed: dict[tuple[int, int], int] = {}
         self._told = False
@@ -174,6 +178,7 @@ class _Code:
             **bound.functions,
             **{f"_default_{one.name}": one.default for one in schema.arguments if one.has_default},
             "_kernels": self._kernels, "_prepare": self._prepare, "_allow": self._allow, "_explain": self._explain, "_failed": self._failed,
+            "_plans": self._plans, "_remember": self._remember, "_empty_strided": _torch.empty_strided_cuda,
             "_refuse_strides": self._refuse_strides, "_three": self._three, "_fall_back": self._fall_back, "_MISSING": (ToolchainError, NativeUnavailableError),
             "_NOT_PACKED": (struct.error, OverflowError, TypeError), "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
             "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
@@ -239,6 +244,16 @@ class _Code:
             return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]
         except CompileError as error:
             raise _mended(error) from None
+
+    def _remember(self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Keep what the next call with tensors of these dtypes and this shape need not work out; this one's result is there already."""
+        kernel, n = self._kernels.get(key[:-1]), result.numel()
+        if kernel is not None and n > 0:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            threads = math.prod(self.options.block) if isinstance(self.options.block, Sequence) else self.options.block
+            self._plans[key] = (kernel, -(-n // threads), n, tuple(like.shape), like.stride())
+        return result
 
     def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> int:
         """The kernel for a combination of dtypes that is new: everything that can be wrong with tensors is looked at here, and only here."""

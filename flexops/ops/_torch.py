@@ -81,6 +81,14 @@ current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", 
 """The handle of torch's current stream on a GPU."""
 
 
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+empty_strided_cuda: Callable[..., torch.Tensor] = getattr(_C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+"""A tensor on the current GPU, by what the compiler's own code allocates with: two thirds of the time."""
+
+
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
     """Let ``torch.utils.flop_counter`` know what ops cost: each formula takes the op's arguments, and gives a number."""
     try:

@@ -106,6 +106,7 @@ def driver(stub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     monkeypatch.setattr(provider, "driver", lambda: real)
     monkeypatch.setattr(_torch, "current_gpu", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 77)
+    monkeypatch.setattr(_torch, "empty_strided_cuda", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "cache"))
     settings.current.cache_clear()
     for name in ("refuse", "contexts", "shared_allowed", "loads", "is_text"):

@@ -175,7 +175,7 @@ def test_without_nvcc_only_the_conventional_rungs_are_left_out(paper_runner: lis
     found = toolchain.device_compiler(settings.current()).taken
     assert found, "the test environment has an NVRTC"
     ladder = climb()
-    assert paper_runner == [rung.id for rung in RUNGS if rung.side == "flexops"]
+    assert paper_runner == [rung.id for rung in RUNGS if rung.side == "flexops" and rung.id != "flexops-edit-cu"]
     assert {item.note for item in ladder.measurements if item.rung.side == "torch"} == {"no nvcc here"}
     assert "9.0" in ladder.architectures
 

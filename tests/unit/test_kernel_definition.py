@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any
 
@@ -178,3 +179,39 @@ def test_without_a_reference_other_devices_are_refused() -> None:
         define()(torch.ones(1), 2.0)
     with pytest.raises(TypeError, match="factor"):
         define()(torch.ones(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"block": (32, 4)}, {"block": lambda: 128}], ids=["default", "two dimensions", "function"])
+def test_a_call_with_tensors_of_a_known_shape_launches_what_the_first_did(options: dict[str, Any]) -> None:
+    """The Python of a call with the driver stood in for: grid, block, pointers and numbers of every launch; twice, for what is remembered of the first."""
+    code = define(schema="again(Tensor x, float factor) -> Tensor", name="scale", **options)._code
+    launched: list[tuple[Any, ...]] = []
+    unpack = struct.Struct(launch.layout(code.bound.letters))
+
+    def record(config: int, kernel: int, parameters: None, extra: int) -> int:
+        assert (parameters, extra > 0) == (None, True)
+        launched.append((kernel, *unpack.unpack(ctypes.string_at(config, unpack.size))))
+        return 0
+
+    def prepare(key: tuple[Any, ...], *_: Any) -> int:
+        code.names["_kernels"][key] = len(code.names["_kernels"]) + 1
+        return len(code.names["_kernels"])
+
+    allocate = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    code.names |= {"_launch": record, "_prepare": prepare, "_current_device": lambda: -1, "_stream": lambda _: 7, "_empty_strided": allocate}
+    exec(code.bound.text.replace(".is_cuda", ".is_cpu"), code.names)
+    call = code.names["__call__"]
+    whole = torch.ones(40, 30)
+    for x in (torch.ones(7), whole, whole.double(), whole[:, ::2], torch.ones(30, 40), torch.ones(())):
+        for factor in (2.0, 3.0):
+            out = call(None, x, factor)
+            assert (out.shape, out.dtype, out.is_contiguous()) == (x.shape, x.dtype, True)
+            kernel, grid, *dimensions, stream, attributes, count, pointer, result, given, n = launched.pop()
+            assert kernel == 1 + (x.dtype == torch.float64)
+            assert (n, result, given) == (x.numel(), out.data_ptr(), factor)
+            assert grid == -(-n // (128 if options else 256))
+            assert dimensions == [1, 1, *((32, 4, 1) if isinstance(options.get("block"), tuple) else (128 if options else 256, 1, 1)), 0]
+            assert (stream, attributes, count) == (7, 0, 0)
+            assert (pointer == x.data_ptr()) == x.is_contiguous()
+        assert call(None, torch.ones(0, 3), 2.0).shape == (0, 3)
+        assert not launched
