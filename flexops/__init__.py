@@ -7,6 +7,7 @@ operators then raise ``TorchUnavailableError``.
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -197,10 +198,21 @@ def _is_command_line() -> bool:
     return False
 
 
+def _define_operators() -> None:
+    """With the garbage collector at rest: to look once, in mid-import, at the million objects that torch leaves it would take longer than all the rest."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import_module(".ops", __name__)
+    finally:
+        if collects:
+            gc.enable()
+
+
 if not _is_command_line():
     try:
         import_module("torch")
     except Exception as error:  # an absent torch raises ImportError, a library that does not match OSError, half an upgrade anything
         _torch_error = error
     else:
-        import_module(".ops", __name__)
+        _define_operators()

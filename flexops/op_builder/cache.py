@@ -21,9 +21,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _json, trust
 from ..errors import CacheError
@@ -46,8 +46,7 @@ _CHUNK = 1 << 20
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-@dataclass(frozen=True)
-class CacheInfo:
+class CacheInfo(NamedTuple):
     """The state of a cache: its place, what it holds and what is wrong with it."""
 
     root: Path
@@ -132,7 +131,7 @@ class BuildCache:
     def verified(self, entry: Entry) -> tuple[Entry | None, Refusal | None]:
         """What to open for one of ``candidates``, or why not: that entry, or a copy of it that nobody else can reach."""
         if self._copies is None:
-            refusal = replace(self._whole, trusted_keys=self.trusted_keys).refuse(entry)
+            refusal = self._whole._replace(trusted_keys=self.trusted_keys).refuse(entry)
             return (None, refusal) if refusal else (entry, None)
         known = entry.manifest
         if problem := self._copies.problem():

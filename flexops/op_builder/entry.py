@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import _json, trust
 from .manifest import FILE_NAME, Manifest, Refusal, verify
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One artifact in the cache, or in an ahead-of-time directory of the same form."""
 
     directory: Path
@@ -51,8 +50,7 @@ class Entry:
             return 0
 
 
-@dataclass(frozen=True)
-class Demands:
+class Demands(NamedTuple):
     """What an entry must satisfy before its library is opened.
 
     Attributes:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import _fork, settings, toolchain
 from ..errors import FlexopsError, NativeUnavailableError
@@ -39,8 +38,7 @@ class FallbackWarning(UserWarning):
     """An op runs as plain PyTorch because no native library could be had; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class OpStatus:
+class OpStatus(NamedTuple):
     """Where one op family stands on one device type.
 
     Attributes:

@@ -12,7 +12,7 @@ import stat
 import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__, _json, trust
 from ..compute_capability import parse_arch_list
@@ -139,8 +139,7 @@ def _is_architecture(text: str) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a library or a way to get one is not taken, and what would change that."""
 
     reason: str

@@ -237,3 +237,16 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: py
     monkeypatch.setattr(settings, "current", lambda: forbidding)
     with pytest.raises(NativeUnavailableError, match="twice<odd>"):
         op(torch.ones(3))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_importing_collects_no_garbage_and_leaves_the_collector_as_it_was(collects: bool) -> None:
+    code = f"""
+import gc, torch
+gc.enable() if {collects} else gc.disable()
+seen = []
+gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+import flexops
+assert gc.isenabled() == {collects} and 2 not in seen, (gc.isenabled(), seen)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
