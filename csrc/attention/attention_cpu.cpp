@@ -95,11 +95,13 @@ class ForwardTiles {
         p_(call.problem),
         type_(static_cast<RowType>(call.problem.type)),
         words_(words_of<kPairs>(p_.head_dim)),
-        scratch_(words_ * (kStride + most(kKeys, kTile)) + p_.head_dim_v * (kStride + most(kKeys, kTile)) + kKeys * kStride +
-                 kTile * kKeys + kKeys * kStride + 128),
+        stride_k_(words_ + apart()),
+        stride_v_(p_.head_dim_v + apart()),
+        scratch_(words_ * kStride + stride_k_ * most(kKeys, kTile) + p_.head_dim_v * kStride + stride_v_ * most(kKeys, kTile) +
+                 kKeys * kStride + kTile * kKeys + kKeys * kStride + 128),
         q_(scratch_.take(words_ * kStride)),
-        k_(scratch_.take(words_ * most(kKeys, kTile))),
-        v_(scratch_.take(p_.head_dim_v * most(kKeys, kTile))),
+        k_(scratch_.take(stride_k_ * most(kKeys, kTile))),
+        v_(scratch_.take(stride_v_ * most(kKeys, kTile))),
         s_(scratch_.take(kKeys * kStride)),
         o_(scratch_.take(p_.head_dim_v * kStride)),
         buffer_(scratch_.take(kTile * kKeys + kKeys * kStride)) {}
@@ -129,7 +131,8 @@ class ForwardTiles {
   }
 
  private:
-  /// A block of K or V: float32 is read where it lies.
+  /// A block of K or V: float32 is read where it lies, unless rows are so far apart that they share few sets of the cache.
+  bool stays(const AttentionTensor& x) const { return type_ == RowType::f32 && x.row * 4 < kFar; }
   struct Left {
     const float* data;
     int64_t stride;
@@ -137,22 +140,25 @@ class ForwardTiles {
   Left place_rows(int64_t key, int64_t keys, const AttentionSequence& s) const {
     const AttentionTensor& k = call_.k;
     const int64_t at = s.row_k(k, key);
-    if (type_ == RowType::f32) return {static_cast<const float*>(k.data) + at, k.row};
-    load_rows<kPairs>(k.data, at, k.row, keys, p_.head_dim, type_, k_, words_);
-    return {k_, words_};
+    if (stays(k)) return {static_cast<const float*>(k.data) + at, k.row};
+    load_rows<kPairs>(k.data, at, k.row, keys, p_.head_dim, type_, k_, stride_k_);
+    return {k_, stride_k_};
   }
   Left place_steps(int64_t key, int64_t keys, const AttentionSequence& s) const {
     const AttentionTensor& v = call_.v;
     const int64_t at = s.row_k(v, key);
-    if (type_ == RowType::f32) return {static_cast<const float*>(v.data) + at, v.row};
-    load_steps<kPairs>(v.data, at, v.row, keys, p_.head_dim_v, type_, v_, p_.head_dim_v);
-    return {v_, p_.head_dim_v};
+    if (stays(v)) return {static_cast<const float*>(v.data) + at, v.row};
+    load_steps<kPairs>(v.data, at, v.row, keys, p_.head_dim_v, type_, v_, stride_v_);
+    return {v_, stride_v_};
   }
+
+  static constexpr int64_t kFar = 4096;  // bytes: rows of which all begin in one set
+  int64_t apart() const { return type_ == RowType::f32 ? 16 : 0; }
 
   const AttentionForward& call_;
   const Attention& p_;
   RowType type_;
-  int64_t words_;
+  int64_t words_, stride_k_, stride_v_;
   Scratch scratch_;
   float *q_, *k_, *v_, *s_, *o_, *buffer_;
 };
