@@ -300,9 +300,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What torch.compile of torch 2.4 cannot ask for an attribute."""
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
-    return hasattr(type(tensor), "to_local")  # of the type: torch.compile of torch 2.4 cannot ask a tensor
+    return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
 def check_places(function: str, arguments: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Shape
+from step_contract import needs_mutable_lists
 from torch import Tensor
 
 import flexops
@@ -56,5 +57,6 @@ class TestQuant(Contract):
     cases = (roundtrip(4, 1, False), roundtrip(8, 0, True))
 
 
+@needs_mutable_lists  # all of it; what does not need them, test_adam.py has too
 class TestAdam(Contract):
     cases = (Case("AdamW step", "adam", adamw, adam_inputs, oracle=plain_adamw, shapes=((3, 8), (5, 100), (64, 512)), broadcasts=False, autocast=False),)
