@@ -73,7 +73,7 @@ def sanitize(
         raise ToolchainError("there is no compute-sanitizer here", found="neither on PATH, in a toolkit nor in a wheel", required="CUDA's", fix=fix)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[split + 1 :] or [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
-    ours = [] if arguments[split + 1 :] else ["--kernel-regex", "kns=flexops"]  # not torch's, of which tests launch more
+    ours = [] if arguments[split + 1 :] else ["--kernel-name", "kns=flexops"]  # not torch's, of which tests launch more
     # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into a neighbour.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *ours, *command]

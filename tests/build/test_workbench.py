@@ -126,7 +126,7 @@ def test_sanitizing_runs_the_command_and_counts_errors(tmp_path: Path, monkeypat
     program(tmp_path, "compute-sanitizer", 'echo "$@"; echo "========= ERROR SUMMARY: 0 errors"')
     assert "test_rope_gpu.py -k cuda or gpu" in (said := run("sanitize", "rotary_embedding"))
     assert "memcheck: no errors" in said
-    assert "--kernel-regex kns=flexops" in said
+    assert "--kernel-name kns=flexops" in said
     assert "tests/gpu/test_attention_sanitized_gpu.py -k cuda or gpu" in run("sanitize", "attention")  # the tests made for this alone
     monkeypatch.chdir(tmp_path)
     assert "no tests of rope are here" in str(CliRunner().invoke(app, ["sanitize", "rope"]).exception)
