@@ -38,7 +38,7 @@ struct GatedActivation {
   int64_t out_stride;  // backward: of gate_grad and up_grad
   const void *gate, *up;
   const void* grad;  // backward: the gradient of the result
-  void* out;         // forward
+  void* out;         // the result; of the backward pass only if it is not null
   void *gate_grad, *up_grad;
 };
 

@@ -9,6 +9,7 @@ namespace {
 
 using Maybe = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 ElementType type_of(const char* op, const char* argument, Dtype dtype) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
@@ -187,8 +188,9 @@ Tensor gated(const char* op, Activation activation, Tensor& gate, Maybe& up, boo
   return out;
 }
 
-/// `over_grad`: the gate's gradient is written over `grad`.
-Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved, bool over_grad = false) {
+/// The gradients of gate and up. `over_grad`: the gate's is written over `grad`. `again`: then what the forward pass gave, else nothing.
+Three gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved,
+                     bool over_grad = false, bool again = false) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(gate);
 #endif
@@ -196,6 +198,7 @@ Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& 
   Tensor gate_grad = over_grad ? grad : empty_like_contiguous(gate, gate.dtype());
   const int64_t nothing = 0;
   Tensor up_grad = up ? empty_like_contiguous(gate, gate.dtype()) : empty(&nothing, 1, gate.dtype(), gate);
+  Tensor out = again ? empty_like_contiguous(grad, gate.dtype()) : empty(&nothing, 1, gate.dtype(), gate);
   GatedActivation c = make_gated(op, activation, gate, up, interleaved);
   check_like(op, "grad", grad, gate.dtype(), gate, "gate");
   FLEXOPS_CHECK(grad.dim() == gate.dim() && grad.size(-1) == c.columns && grad.numel() == c.rows * c.columns, op,
@@ -203,6 +206,7 @@ Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& 
   c.grad_stride = row_stride(grad);
   c.grad = grad.data();
   c.gate_grad = gate_grad.data();
+  if (again) c.out = out.data();
   c.out_stride = gate.size(-1);
   if (up) {
     c.up_grad = up_grad.data();
@@ -215,8 +219,10 @@ Two gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& 
   parallel_for(0, c.rows * activation_tiles(c.columns), grain_for(least(c.columns, kActivationColumns)),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end); });
 #endif
-  return {std::move(gate_grad), std::move(up_grad)};
+  return {std::move(gate_grad), std::move(up_grad), std::move(out)};
 }
+
+Two first_two(Three all) { return {std::move(std::get<0>(all)), std::move(std::get<1>(all))}; }
 
 // ---- the operators --------------------------------------------------------------------------------------------------
 
@@ -230,18 +236,19 @@ Two bias_silu_backward(Tensor grad, Tensor x, Maybe bias, bool bias_gradient) {
 }
 Tensor swiglu(Tensor gate, Maybe up, bool interleaved) { return gated("flexops::swiglu", Activation::silu, gate, up, interleaved); }
 Two swiglu_backward(Tensor grad, Tensor gate, Maybe up, bool interleaved) {
-  return gated_backward("flexops::swiglu_backward", Activation::silu, grad, gate, up, interleaved);
+  return first_two(gated_backward("flexops::swiglu_backward", Activation::silu, grad, gate, up, interleaved));
 }
 Tensor geglu(Tensor gate, Maybe up, bool tanh, bool interleaved) { return gated("flexops::geglu", gelu_of(tanh), gate, up, interleaved); }
 Two geglu_backward(Tensor grad, Tensor gate, Maybe up, bool tanh, bool interleaved) {
-  return gated_backward("flexops::geglu_backward", gelu_of(tanh), grad, gate, up, interleaved);
+  return first_two(gated_backward("flexops::geglu_backward", gelu_of(tanh), grad, gate, up, interleaved));
 }
 
-Tensor gated_backward_(Tensor grad, Tensor gate, Tensor up, int64_t activation) {
+Two gated_backward_(Tensor grad, Tensor gate, Tensor up, int64_t activation, bool again) {
   const char* op = "flexops::gated_backward_";
   FLEXOPS_CHECK(0 <= activation && activation <= 2, op, ": activation must be 0 (silu), 1 (gelu) or 2 (gelu by tanh), got ", activation);
   Maybe other = std::move(up);
-  return std::get<1>(gated_backward(op, activation == 0 ? Activation::silu : gelu_of(activation == 2), grad, gate, other, false, true));
+  Three all = gated_backward(op, activation == 0 ? Activation::silu : gelu_of(activation == 2), grad, gate, other, false, true, again);
+  return {std::move(std::get<1>(all)), std::move(std::get<2>(all))};
 }
 
 }  // namespace

@@ -321,7 +321,7 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
   with_activation(c.activation, [&](auto arithmetic) {
     const bool paired = c.type == ElementType::bf16 && !c.pairs;
     Gates in;
-    alignas(64) float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], both[2 * kTile];
+    alignas(64) float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], out_buffer[kTile], both[2 * kTile];
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / tiles;
       int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
@@ -331,6 +331,7 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
         const Bf16Pairs outer = load_bf16_pairs(bf16_at(c.grad, row * c.grad_stride + column + i));
         Bf16Pairs value;
         const Bf16Pairs slope = {arithmetic.slope(gate.even, value.even), arithmetic.slope(gate.odd, value.odd)};
+        if (c.out) store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i), {value.even * up.even, value.odd * up.odd});
         const int64_t to = row * c.out_stride + column + i;
         store_bf16_pairs(bf16_at(c.gate_grad, to), {outer.even * up.even * slope.even, outer.odd * up.odd * slope.odd});
         store_bf16_pairs(bf16_at(c.up_grad, to), {outer.even * value.even, outer.odd * value.odd});
@@ -342,12 +343,15 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
       const int64_t at = row * c.out_stride + (c.pairs ? 2 * column : column);
       float* gate_grad = c.pairs ? gate_buffer : place_for(c.gate_grad, at, count, c.type, gate_buffer);
       float* up_grad = c.pairs ? up_buffer : place_for(c.up_grad, at, count, c.type, up_buffer);
+      float* out = c.out ? place_for(c.out, row * c.columns + column, count, c.type, out_buffer) : out_buffer;
       for (int64_t i = 0; i < count; i += kLanes) {
         Floats value;
         const Floats slope = arithmetic.slope(load_floats(in.gate + i), value), outer = load_floats(grad + i);
+        store_floats(out + i, value * load_floats(in.up + i));
         store_floats(gate_grad + i, outer * load_floats(in.up + i) * slope);
         store_floats(up_grad + i, outer * value);
       }
+      if (c.out) narrow(out, c.out, row * c.columns + column, count, c.type);
       if (c.pairs) {
         float* pairs = place_for(c.gate_grad, at, 2 * count, c.type, both);
         interleave(gate_grad, up_grad, pairs, count);

@@ -114,7 +114,15 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const FLEXOPS_GRID_CO
     differentiate_all<kIsAccurate<T>>(gates, p.function, values);
     widen(outer, grad[u]);
 #pragma unroll
-    for (int i = 0; i < W; ++i) gates[i] *= outer[i] * ups[i], ups[i] = outer[i] * values[i];
+    for (int i = 0; i < W; ++i) gates[i] *= outer[i] * ups[i];
+    if (p.out) {
+      float result[W];
+#pragma unroll
+      for (int i = 0; i < W; ++i) result[i] = values[i] * ups[i];
+      put_floats<T>(p.out, place(w.row(u), p.columns, w.column), result, p.type);
+    }
+#pragma unroll
+    for (int i = 0; i < W; ++i) ups[i] = outer[i] * values[i];
     In::store(p, w.row(u), w.column, gates, ups);
   }
 }

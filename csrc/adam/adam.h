@@ -13,7 +13,8 @@ enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpA
 struct AdamOptions : StepOptions {
   double beta1, beta2, eps;
   bool decoupled;
-  bool stochastic = false;  // averages in bfloat16 are rounded stochastically
+  bool stochastic = false;             // averages in bfloat16 are rounded stochastically
+  const float* grad_factor = nullptr;  // nullptr, or what the step multiplies gradients by, after grad_scale
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
@@ -27,7 +28,7 @@ struct AdamStep {
   float inverse_bias2;  // 1 / sqrt(1 - beta2^step)
   float l2;             // weight decay added to the gradient
   float decay;          // the share of the parameter that decoupled weight decay takes
-  float sign;           // -1 to maximize
+  float sign;           // -1 to maximize, times grad_factor
   float grad_scale;     // 0 for none
   bool stochastic;
   uint32_t key;  // of the step's random numbers

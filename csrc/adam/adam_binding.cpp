@@ -16,6 +16,7 @@ struct Numbers {
   bool maximize, decoupled;
   std::optional<Tensor>&lr_tensor, &grad_scale, &found_inf;
   bool stochastic;
+  std::optional<Tensor>& grad_factor;
 };
 
 #if FLEXOPS_DEVICE_CUDA
@@ -41,6 +42,7 @@ void run(const char* op, TensorTable table, const Numbers& n, const Tensor& wher
   table.fill(options, n.lr, n.lr_tensor, n.weight_decay, n.maximize, n.grad_scale, n.found_inf);
   fill_adam(options, n.beta1, n.beta2, n.eps, n.decoupled);
   options.stochastic = n.stochastic;
+  options.grad_factor = table.number("grad_factor", n.grad_factor);
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(where);
 #endif
@@ -51,7 +53,7 @@ void run(const char* op, TensorTable table, const Numbers& n, const Tensor& wher
 void adam_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
            TensorList state_steps, double lr, double beta1, double beta2, double eps, double weight_decay, bool amsgrad, bool maximize,
            bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-           bool stochastic) {
+           bool stochastic, std::optional<Tensor> grad_factor) {
   if (params.empty()) return;
   const char* op = "flexops::adam_";
   const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()}, average{"exp_avgs", exp_avgs, true},
@@ -59,13 +61,13 @@ void adam_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList 
   run(op,
       amsgrad ? TensorTable(op, {param, grad, average, square, largest}, &state_steps)
               : TensorTable(op, {param, grad, average, square}, &state_steps),
-      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic}, params[0]);
+      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic, grad_factor}, params[0]);
 }
 
 void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
                 TensorList state_steps, TensorList copies, double lr, double beta1, double beta2, double eps, double weight_decay,
                 bool amsgrad, bool maximize, bool decoupled, std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
-                std::optional<Tensor> found_inf, bool stochastic) {
+                std::optional<Tensor> found_inf, bool stochastic, std::optional<Tensor> grad_factor) {
   if (params.empty()) return;
   const char* op = "flexops::adam_copy_";
   const TensorColumn param{"params", params, true}, grad{"grads", grads, true, grad_scale.has_value()}, average{"exp_avgs", exp_avgs, true},
@@ -78,7 +80,7 @@ void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, Tensor
       std::swap(row.type[kAdamMaxExpAvgSq], row.type[kAdamCopy]);
     }
   }
-  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic},
+  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic, grad_factor},
       params[0]);
 }
 

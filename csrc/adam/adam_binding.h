@@ -30,7 +30,7 @@ inline AdamStep make_adam_step(const AdamOptions& o, double step) {
   s.inverse_bias2 = static_cast<float>(1 / sqrt(1 - pow(o.beta2, step)));
   s.l2 = o.decoupled ? 0.0f : static_cast<float>(o.weight_decay);
   s.decay = o.decoupled ? static_cast<float>(lr * o.weight_decay) : 0.0f;
-  s.sign = o.maximize ? -1.0f : 1.0f;
+  s.sign = (o.maximize ? -1.0f : 1.0f) * (o.grad_factor ? *o.grad_factor : 1.0f);
   s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
   s.stochastic = o.stochastic;
   s.key = scramble(static_cast<uint32_t>(step));

@@ -13,6 +13,7 @@ inline Numbers make_numbers(const AdamOptions& o) {
   n.grad_scale = o.grad_scale;
   n.found_inf = o.found_inf;
   n.lr_tensor = o.lr_tensor;
+  n.grad_factor = o.grad_factor;
   n.lr = static_cast<float>(o.lr);
   n.log_beta1 = static_cast<float>(log(o.beta1));
   n.log_beta2 = static_cast<float>(log(o.beta2));

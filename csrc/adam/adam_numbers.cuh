@@ -8,7 +8,7 @@ namespace flexops::adam {
 /// What all tensors share; pointers null where not used.
 struct Numbers {
   const float *grad_scale, *found_inf;
-  const float* lr_tensor;
+  const float *lr_tensor, *grad_factor;
   float lr;
   float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
   float beta1, beta2, one_minus_beta1, one_minus_beta2;
@@ -34,7 +34,7 @@ struct Factors {
     inverse_bias2 = 1.0f / sqrtf(bias(n.log_beta2, step));
     l2 = n.decoupled ? 0.0f : n.weight_decay;
     decay = n.decoupled ? rate * n.weight_decay : 0.0f;
-    sign = n.maximize ? -1.0f : 1.0f;
+    sign = (n.maximize ? -1.0f : 1.0f) * (n.grad_factor ? *n.grad_factor : 1.0f);
     grad_scale = n.grad_scale ? *n.grad_scale : 1.0f;
   }
 };

@@ -204,3 +204,58 @@ def run_own(
     for line in own.lines(timings):
         typer.echo(line)
     typer.echo(f"on {bench_ops.device_name(where)}")
+
+
+@app.command()
+def model(
+    size: Annotated[str, typer.Option(help="1b (1.24 billion parameters; needs a large GPU) or tiny; tiny, if not given, where there is no GPU.")] = "",
+    contender: Annotated[list[str] | None, typer.Option(help="Who takes part (repeatable); all if none is named.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing, all together; 0 for none.")] = 20.0,
+    curve: Annotated[int, typer.Option(min=0, help="Also train each for so many steps, and tell the losses.")] = 0,
+    curve_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of these; those of the timing if 0.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the bars; the losses go to FILE's name with -losses.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")] = False,
+    earlier: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring.")] = None,
+) -> None:
+    """A training step of a whole model: transformers' own, compiled, by Liger, and with one line of flexops."""
+    from ..bench import model as bench_model  # torch is imported only when it is needed
+    from ..bench import model_plot
+
+    if chart:
+        plot.check(chart)
+    found = _read_model_run(earlier) if earlier else _measure_model(size, device, contender or [], batch, length, budget, curve, curve_batch)
+    if chart and found.results:
+        model_plot.draw(found.as_dict(), chart)
+    if chart and found.losses:
+        model_plot.draw_losses(found.as_dict(), chart.with_name(f"{chart.stem}-losses{chart.suffix}"))
+    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(bench_model.markdown(found) if as_markdown else bench_model.lines(found)))
+
+
+def _measure_model(
+    size: str, device: str | None, names: list[str], batch: int | None, length: int | None, budget: float, curve: int, curve_batch: int
+) -> Any:  # fmt: skip
+    from ..bench import model as bench_model
+    from ..bench import ops
+
+    where = device or ops.default_device()
+    size = size or ("1b" if where == "cuda" else "tiny")
+    if size not in bench_model.SHAPES:
+        raise FlexopsError("there is no such model", found=size, required=" or ".join(bench_model.SHAPES))
+    shape = bench_model.SHAPES[size]
+    shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
+    console = Console(stderr=True)
+    with console.status("flexops: starting") as status:
+        return bench_model.run(shape, where, names, budget=budget, curve=curve, curve_batch=curve_batch, report=status.update)
+
+
+def _read_model_run(file: Path) -> Any:
+    from ..bench import model as bench_model
+
+    try:
+        return bench_model.Run.from_dict(_json.load(file))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlexopsError("the results cannot be read", found=f"{file}: {error}", required="what flexops bench model --json printed") from error

@@ -34,7 +34,7 @@ from ._register import define
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
 _NUMBERS = (
     "float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize, bool decoupled, "
-    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic=False"
+    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic=False, Tensor? grad_factor=None"
 )
 _LIST_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "copies")
 
@@ -58,13 +58,14 @@ def adam_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     stochastic: bool = False,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """Make one Adam step (AdamW with ``decoupled``) on every parameter, in place.
 
     With t the incremented step, and all arithmetic in float32::
 
         grad   = grad / grad_scale                                    (written back, if a grad_scale is given)
-        g      = -grad if maximize else grad
+        g      = (-grad if maximize else grad) * grad_factor          (which is 1 if it is None)
         param  = param * (1 - lr * weight_decay) if decoupled         else g = g + weight_decay * param
         m      = beta1 * m + (1 - beta1) * g                          (exp_avgs)
         v      = beta2 * v + (1 - beta2) * g * g                      (exp_avg_sqs)
@@ -96,13 +97,15 @@ def adam_(
         stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours, to each as likely as it is near: to nearest, an
             average forgets nothing that is less than half of a unit in its last place, as is each step of one with ``beta2 = 0.999``. The random
             numbers follow from the step's number and the element's place in its tensor alone, so every run and device draws the same.
+        grad_factor: float32, one element: what the step multiplies gradients by, such as to clip them, without that they are written.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
-    _call(torch.ops.flexops.adam_, "adam_", lists, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
+    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
+    _call(torch.ops.flexops.adam_, "adam_", lists, lr, *numbers, grad_scale, found_inf, stochastic, grad_factor)
 
 
 def adam_copy_(
@@ -125,6 +128,7 @@ def adam_copy_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     stochastic: bool = False,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """Make the step of :func:`adam_` and, in the same pass over memory, write each new parameter into ``copies`` as well.
 
@@ -139,7 +143,7 @@ def adam_copy_(
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)
     numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
-    _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, *numbers, grad_scale, found_inf, stochastic)
+    _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, *numbers, grad_scale, found_inf, stochastic, grad_factor)
 
 
 def _call(
@@ -157,25 +161,29 @@ def _call(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     stochastic: bool,
+    grad_factor: Tensor | None,
 ) -> None:
     lists = listed(name, **dict(zip(_LIST_NAMES, sequences, strict=False)))
     check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     numbers |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
-    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf, stochastic=stochastic)
+    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf, stochastic=stochastic, grad_factor=grad_factor)
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    call_lists(call, lists, written, lambda: _check(name, lists, amsgrad, tensor, grad_scale, found_inf))
+    call_lists(call, lists, written, lambda: _check(name, lists, amsgrad, tensor, grad_scale, found_inf, grad_factor))
 
 
-def _check(name: str, lists: list[list[Tensor]], amsgrad: bool, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _check(
+    name: str, lists: list[list[Tensor]], amsgrad: bool, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None,
+    grad_factor: Tensor | None,
+) -> None:  # fmt: skip
     """Raise if the tensors do not fit together, naming the first that does not."""
     wanted: Lists = {
         label: (tensors, (torch.float32,) if label == "state_steps" else PARAM_DTYPES)
         for label, tensors in zip(_LIST_NAMES, lists, strict=False)  # adam_ has no copies
         if amsgrad or label != "max_exp_avg_sqs"
     }
-    check_lists(name, wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+    check_lists(name, wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf, grad_factor=grad_factor)
 
 
 def _reference_step(
@@ -191,6 +199,7 @@ def _reference_step(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     stochastic: bool,
+    grad_factor: Tensor | None,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
     writer = Writer(found_inf)
@@ -201,6 +210,7 @@ def _reference_step(
         step = steps[i] + 1
         put(steps[i], step)
         grad, value = writer.gradient(grads[i], grad_scale, maximize), param.float()
+        grad = grad if grad_factor is None else grad * grad_factor.reshape(())
         if decoupled:
             value = value * (1 - lr * weight_decay)
         elif weight_decay:
@@ -226,8 +236,8 @@ def _reference_step(
 def _reference(name: str, lists: list[list[Tensor]], lr: float, lr_tensor: Tensor | None, *rest: Any) -> None:
     if not lists[0]:
         return
-    amsgrad, (grad_scale, found_inf) = rest[4], rest[-3:-1]
-    _check(name, lists, amsgrad, lr_tensor, grad_scale, found_inf)
+    amsgrad, (grad_scale, found_inf, _, grad_factor) = rest[4], rest[-4:]
+    _check(name, lists, amsgrad, lr_tensor, grad_scale, found_inf, grad_factor)
     _reference_step(lists, lr if lr_tensor is None else lr_tensor.reshape(()), *rest)
 
 
@@ -250,9 +260,11 @@ def _adam_reference(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     stochastic: bool = False,
+    grad_factor: Tensor | None = None,
 ) -> None:
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
-    _reference("adam_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
+    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
+    _reference("adam_", lists, lr, lr_tensor, *numbers, grad_scale, found_inf, stochastic, grad_factor)
 
 
 def _adam_copy_reference(
@@ -275,9 +287,11 @@ def _adam_copy_reference(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     stochastic: bool = False,
+    grad_factor: Tensor | None = None,
 ) -> None:
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, copies]
-    _reference("adam_copy_", lists, lr, lr_tensor, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled, grad_scale, found_inf, stochastic)
+    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
+    _reference("adam_copy_", lists, lr, lr_tensor, *numbers, grad_scale, found_inf, stochastic, grad_factor)
 
 
 define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", _adam_reference, nothing)

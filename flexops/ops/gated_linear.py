@@ -1,8 +1,8 @@
 """A gated activation together with the linear layer behind it, so that what is between the two need not be kept.
 
 ``swiglu(gate, up)`` keeps gate and up for its backward pass, and the layer behind it keeps the product: three tensors of the block's inner width, which is
-most of what a feed-forward block keeps. Here the backward pass works the product out once more, from the two, for the gradient of the layer's weight: one
-pass over memory instead of a third of it. The gradient of the product is overwritten by that of the gate.
+most of what a feed-forward block keeps. Here the backward pass works the product out once more, for the gradient of the layer's weight, in the same pass
+over gate and up that gives their gradients. The gradient of the product is overwritten by that of the gate.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def _product(gate: Tensor, up: Tensor | None, which: int, interleaved: bool) -> 
     return result
 
 
-def _gradients(grad: Tensor, gate: Tensor, up: Tensor | None, which: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """``grad`` is written over where that spares memory."""
-    if gate.dtype == torch.float64:
-        return gated_backward_reference(grad, gate, up, _NAMES[which], interleaved)
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor | None, which: int, interleaved: bool, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of gate and up, and what the forward pass gave them for. ``grad`` is written over where that spares memory."""
     ops = torch.ops.flexops
-    if up is not None:
-        return grad, ops.gated_backward_.default(grad, gate, up, which)
-    both: tuple[Tensor, Tensor] = (
-        ops.geglu_backward.default(grad, gate, None, which == 2, interleaved) if which else ops.swiglu_backward.default(grad, gate, None, interleaved)
-    )
-    return both
+    if up is not None and gate.dtype != torch.float64:
+        return grad, *ops.gated_backward_.default(grad, gate, up, which, again)
+    product = _product(gate, up, which, interleaved) if again else gate.new_empty(0)
+    if gate.dtype == torch.float64:
+        return *gated_backward_reference(grad, gate, up, _NAMES[which], interleaved), product
+    if which:
+        return *ops.geglu_backward.default(grad, gate, None, which == 2, interleaved), product
+    return *ops.swiglu_backward.default(grad, gate, None, interleaved), product
 
 
 def _reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, which: int, interleaved: bool, dtype: torch.dtype) -> Tensor:
@@ -101,13 +101,13 @@ def _backward_reference(
     """The gradients of ``gate`` and ``up`` if ``inner``, and of ``weight`` if ``outer``; else empty."""
     of_gate, of_up, of_weight = gate.new_empty(0), gate.new_empty(0), weight.new_empty(0)
     with torch.autocast(gate.device.type, enabled=False):
-        if outer:
-            product = _product(gate, up, which, interleaved).reshape(-1, weight.shape[1]).to(grad.dtype)
-            of_weight = (grad.reshape(-1, weight.shape[0]).t() @ product).to(weight.dtype)
-            del product
         if inner:
             of_product = (grad @ weight.to(grad.dtype)).to(gate.dtype).contiguous()
-            of_gate, of_up = _gradients(of_product, gate, up, which, interleaved)
+            of_gate, of_up, product = _gradients(of_product, gate, up, which, interleaved, outer)
+        elif outer:
+            product = _product(gate, up, which, interleaved)
+        if outer:
+            of_weight = (grad.reshape(-1, weight.shape[0]).t() @ product.reshape(-1, weight.shape[1]).to(grad.dtype)).to(weight.dtype)
     return of_gate, of_up, of_weight
 
 
@@ -137,17 +137,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_gate if wanted[0] else None, of_up if wanted[1] else None, of_weight if outer else None, of_bias, None, None, None
 
 
-def _in_place_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+def _in_place_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: int, again: bool) -> tuple[Tensor, Tensor]:
     of_gate, of_up = gated_backward_reference(grad, gate, up, _NAMES[activation], False)
     grad.copy_(of_gate)
-    return of_up
+    return of_up, gated_reference(gate, up, _NAMES[activation], False) if again else gate.new_empty(0)
 
 
 define(
     "activation",
-    "gated_backward_(Tensor(a!) grad, Tensor gate, Tensor up, int activation) -> Tensor",
+    "gated_backward_(Tensor(a!) grad, Tensor gate, Tensor up, int activation, bool again) -> (Tensor, Tensor)",
     _in_place_reference,
-    lambda _, gate, *__: gate.new_empty(gate.shape),
+    lambda grad, gate, _, __, again: (gate.new_empty(gate.shape), gate.new_empty(grad.shape if again else [0])),
     hidden=True,
 )
 define(

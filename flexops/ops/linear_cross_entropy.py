@@ -19,6 +19,8 @@ from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of
 _CHUNK_BYTES = (2**28, 2**30)
 """What a chunk of logits may take: as much as the weight, which its gradient's last step takes anyway, within these bounds."""
 _ACCUMULATE = {None: 0, "float32": 1, "native": 2}
+_FEW_CHUNKS = 4
+"""So many are summed in the weight's own dtype: each but the first adds a rounding to it, where a single product has one."""
 
 
 @overload
@@ -70,8 +72,9 @@ def linear_cross_entropy(
             of fewer rows are less efficient), and on a GPU no more than half of the memory that is free.
         accumulate: what the weight's gradient is summed in over chunks. "float32" takes ``4 * V * H`` bytes while the forward pass runs, and is as exact
             with many chunks as with one. "native" sums in the weight's own dtype, if that is also the products', in the memory of the result: one rounding
-            to it for each chunk. None is "float32", but "native" on a GPU whose free memory the float32 sum would not fit: whoever wants
-            the same bits however full the GPU is passes one of them, and ``chunk_size``. It makes no difference with one chunk, and in float32.
+            to it for each chunk. None is "native" for four chunks or fewer, and on a GPU whose free memory the float32 sum would not fit, else "float32":
+            whoever wants the same bits however full the GPU is passes one of them, and ``chunk_size``. It makes no difference with one chunk, and in
+            float32.
         return_accuracy: also return how often no logit is greater than the target's, reduced as losses are, though not weighted: a fraction, a number,
             or 1 or 0 for each row (0 if it is ignored).
         return_z_loss: also return the part of the loss that ``z_loss`` makes.
@@ -178,10 +181,10 @@ def _chunks(rows: int, row_bytes: int, chunk: int, weight_bytes: int, free: int 
     return [slice(begin, min(begin + chunk, rows)) for begin in range(0, rows, chunk)]
 
 
-def _sums_wide(accumulate: int, elements: int, size: int, chunk_bytes: int, free: int | None) -> bool:
+def _sums_wide(accumulate: int, chunks: int, elements: int, size: int, chunk_bytes: int, free: int | None) -> bool:
     """Whether a gradient of as many elements, of ``size`` bytes each, is summed in float32."""
     if accumulate == 0:
-        return free is None or max(4 * elements + chunk_bytes, (4 + size) * elements) <= free
+        return chunks > _FEW_CHUNKS and (free is None or max(4 * elements + chunk_bytes, (4 + size) * elements) <= free)
     return accumulate == 1
 
 
@@ -193,7 +196,8 @@ class _Gradients:
         self.product, self.single, self.wanted = product, single, wanted
         self.weight_dtype, self.wide = weight.dtype, loss_dtype(x)
         total = self.wide if wide or weight.dtype != product.dtype else weight.dtype
-        self.weight = weight.new_zeros(weight.shape if wanted[1] and not single else [0], dtype=total)
+        make = torch.empty if total == product.dtype and x.shape[0] else torch.zeros  # the first chunk's product is written, the others added
+        self.weight = make(weight.shape if wanted[1] and not single else [0], dtype=total, device=weight.device)
         self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float64)
 
     def add(self, rows: slice, x: Tensor, of_logits: Tensor) -> None:
@@ -202,6 +206,8 @@ class _Gradients:
         if self.wanted[1]:
             if self.single:
                 self.weight = of_logits.t() @ x
+            elif rows.start == 0 and self.weight.dtype == x.dtype:
+                torch.mm(of_logits.t(), x, out=self.weight)
             else:
                 _add_product(self.weight, of_logits.t(), x)
         if self.wanted[2]:
@@ -243,7 +249,7 @@ def _run_chunks(
     row_bytes = copies * classes * dtype.itemsize
     free = _free_bytes(x.device, 8 * elements + _CHUNK_BYTES[1]) if chunk < 1 or accumulate == 0 else None
     chunks = _chunks(x.shape[0], row_bytes, chunk, elements * dtype.itemsize, free)
-    wide = _sums_wide(accumulate, elements, weight.element_size(), row_bytes * (chunks[0].stop if chunks else 0), free)
+    wide = _sums_wide(accumulate, len(chunks), elements, weight.element_size(), row_bytes * (chunks[0].stop if chunks else 0), free)
     gradients = _Gradients(x, weight, matrix, len(chunks) == 1, wide, wanted)
     losses = x.new_empty(x.shape[0], dtype=loss_dtype(x))
     right, log_sum_exps = (torch.empty_like(losses) if extras else losses.new_empty(0) for _ in range(2))

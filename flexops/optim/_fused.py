@@ -121,8 +121,12 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group, bucket in steps[1:]:  # an operator judges what it is given before it touches anything: the first one need not be looked at
             if _is_tensor_of_many(group["lr"]) or not set(map(_dtype, bucket.grads)) <= _TAKEN or any(map(_is_sparse, bucket.grads)):
                 self._judge(group, bucket)
+        self._measure([owner for _, bucket in steps for owner in bucket.owners])
         for group, bucket in steps:
             self._step(group, bucket)
+
+    def _measure(self, params: list[Tensor]) -> None:
+        """Look at all gradients before the first parameter's step."""
 
     def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
         try:

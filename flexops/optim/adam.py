@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, full_state, plain, rate_for, run, step_state
+from ..ops._multi_tensor import PARAM_DTYPES, increment_versions
+from ._fused import Bucket, FusedOptimizer, full_state, moved, plain, rate_for, run, step_state
+from .clip import total_norm
 
 Copies = torch.dtype | Mapping[Tensor, Tensor] | Sequence[Tensor]
 
@@ -21,10 +22,18 @@ class _FusedAdam(FusedOptimizer):
     _decoupled = False
     _state_dtype: torch.dtype | str | None = None
     _stochastic = True
+    _max_norm: float | None = None
+    _grad_factor: Tensor | None = None
+    grad_norm: Tensor | None = None
+    """With ``max_norm``, the norm that the gradients of the last step had: float32, without dimensions, on their device."""
 
     def _set_up(
-        self, copies: Copies | None, differentiable: bool, betas: tuple[Any, ...], state_dtype: torch.dtype | str | None, stochastic_rounding: bool
-    ) -> None:
+        self, copies: Copies | None, differentiable: bool, betas: tuple[Any, ...], state_dtype: torch.dtype | str | None, stochastic_rounding: bool,
+        max_norm: float | None,
+    ) -> None:  # fmt: skip
+        if max_norm is not None and not max_norm > 0.0:
+            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm must be more than 0, or None, got {max_norm!r}")
+        self._max_norm = max_norm
         if state_dtype not in _STATE_DTYPES:
             accepted = "None, 'param', torch.float32, torch.bfloat16 or torch.float16"
             raise ValueError(f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got {state_dtype!r}")
@@ -48,7 +57,7 @@ class _FusedAdam(FusedOptimizer):
         return self._copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in ("_copies", "_copy_dtype", "_each_copied", "_state_dtype", "_stochastic")}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"_copies": {}, "_copy_dtype": None, "_each_copied": False} | state)
@@ -88,6 +97,21 @@ class _FusedAdam(FusedOptimizer):
     def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
         return [param in self._copies for param in params] if self._copies else [False] * len(params)
 
+    def _measure(self, params: list[Tensor]) -> None:
+        self._grad_factor = None
+        if self._max_norm is None:
+            return
+        grads = [grad for param in params if (grad := param.grad) is not None]
+        if any(map(Tensor.is_complex, grads)):
+            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm does not clip complex gradients; clip them before the step instead")
+        if not grads or any(grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES for grad in grads):
+            return  # the step refuses them
+        self.grad_norm = norm = total_norm(grads)
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            self.grad_norm = norm = norm / moved(scale, norm.device).reshape(())
+        self._grad_factor = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         beta1, beta2 = group["betas"]
@@ -111,10 +135,13 @@ class _FusedAdam(FusedOptimizer):
             grad_scale=grad_scale,
             found_inf=found_inf,
             stochastic=self._stochastic,
+            grad_factor=None if self._grad_factor is None else moved(self._grad_factor, bucket.params[0].device),
         )
         increment_versions(bucket.params + copies)
 
 
+_KEPT = ("_copies", "_copy_dtype", "_each_copied", "_state_dtype", "_stochastic", "_max_norm")
+"""What a pickle holds beside torch's."""
 _STATE_DTYPES = (None, "param", torch.float32, torch.bfloat16, torch.float16)
 _OPTIONS = """
     Args:
@@ -139,6 +166,9 @@ _OPTIONS = """
         stochastic_rounding: round bfloat16 states to one of their neighbours at random, each as likely as it is near (docs/training.md shows what it
             is good for); False for the nearest. The random numbers follow from the step's number and the element's place, so results are the same in
             every run, on every device; of a DTensor the place is that in the rank's part.
+        max_norm: clip by this norm of all gradients of the optimizer's parameters, as ``torch.nn.utils.clip_grad_norm_`` before each step would; the
+            gradients are scaled as the step reads them, and stay as they are: a pass over memory less than with :func:`clip_grad_norm_`. The norm is
+            then the optimizer's ``grad_norm``. Not for complex gradients.
 
     Raises:
         ValueError: an option is out of range or not supported, or a complex parameter is to have a copy.
@@ -170,11 +200,12 @@ class Adam(_FusedAdam, torch.optim.Adam):
         copies: Copies | None = None,
         state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = True,
+        max_norm: float | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_decoupled(decoupled_weight_decay)
-        self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding)
+        self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding, max_norm)
 
     def _set_decoupled(self, decoupled: bool) -> None:
         self.defaults["decoupled_weight_decay"] = decoupled  # torch before 2.7 has no such option
@@ -207,7 +238,8 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         copies: Copies | None = None,
         state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = True,
+        max_norm: float | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding)
+        self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding, max_norm)

@@ -64,7 +64,7 @@ def clip_grad_norm_(
     if not norm_type > 0 or not set(map(_kind, grads)) <= _TAKEN:
         return _torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     groups = _groups(grads)
-    norm = _total([_norm(group, norm_type) for group in groups.items()], norm_type, grads[0].device)
+    norm = _norm_of(groups, norm_type, grads[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this error and "
@@ -75,7 +75,16 @@ def clip_grad_norm_(
     return norm
 
 
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of gradients that :func:`clip_grad_norm_` takes, on the first one's device; of DTensors, added up over ranks."""
+    return _norm_of(_groups(grads), 2.0, grads[0].device)
+
+
 Group = tuple[torch.device, tuple[Any, ...]]
+
+
+def _norm_of(groups: dict[Group, list[Tensor]], norm_type: float, device: torch.device) -> Tensor:
+    return _total([_norm(group, norm_type) for group in groups.items()], norm_type, device)
 
 
 def _groups(grads: list[Tensor]) -> dict[Group, list[Tensor]]:

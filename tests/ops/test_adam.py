@@ -456,3 +456,58 @@ def test_a_thousand_steps_with_states_of_16_bits() -> None:
     )
     assert stochastic < 0.02
     assert nearest > 2 * stochastic
+
+
+# ---- clipping within the step ------------------------------------------------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {}), (torch.float32, {"maximize": True, "amsgrad": True}), (torch.bfloat16, {"state_dtype": "param"})]
+)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_within_the_step(device: str, dtype: torch.dtype, options: dict[str, Any], max_norm: float) -> None:
+    clipped, apart = make_params(device, dtype), make_params(device, dtype)
+    within, after = optim.AdamW(clipped, lr=0.01, max_norm=max_norm, **options), optim.AdamW(apart, lr=0.01, **options)
+    for step in range(3):
+        set_grads(clipped, seed=step)
+        set_grads(apart, seed=step)
+        norm = optim.clip_grad_norm_(apart, max_norm)
+        after.step()
+        before = [param.grad.clone() for param in clipped if param.grad is not None]
+        within.step()
+        assert within.grad_norm is not None
+        assert torch.equal(within.grad_norm, norm)
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(clipped, before, strict=True))  # type: ignore[arg-type]
+    for left, right in zip(clipped, apart, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=5e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_clipping_within_the_step_of_scaled_gradients() -> None:
+    """The norm is that of the gradients as they are without the scale."""
+    scaled, plain = make_params("cpu"), make_params("cpu")
+    one, other = optim.AdamW(scaled, lr=0.01, max_norm=0.5), optim.AdamW(plain, lr=0.01, max_norm=0.5)
+    set_grads(scaled, seed=0)
+    set_grads(plain, seed=0)
+    for param in scaled:
+        assert param.grad is not None
+        param.grad *= 64.0
+    one.grad_scale, one.found_inf = torch.tensor(64.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+    one.step()
+    other.step()
+    assert_params_close(scaled, plain)
+    torch.testing.assert_close(one.grad_norm, other.grad_norm)
+
+
+def test_clipping_within_the_step_is_kept_and_refuses() -> None:
+    params = make_params("cpu")
+    optimizer = pickle.loads(pickle.dumps(optim.AdamW(params, max_norm=0.5)))
+    set_grads(optimizer.param_groups[0]["params"], seed=0)
+    optimizer.step()
+    assert optimizer.grad_norm > 0.5
+    with pytest.raises(ValueError, match="max_norm must be more than 0, or None, got 0"):
+        optim.AdamW(params, max_norm=0)
+    number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    number.grad = torch.ones_like(number)
+    with pytest.raises(ValueError, match="max_norm does not clip complex gradients"):
+        optim.AdamW([number], max_norm=1.0).step()

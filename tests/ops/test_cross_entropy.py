@@ -404,9 +404,9 @@ def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch: pytest.MonkeyP
     add, totals = linear_module._add_product, []
     monkeypatch.setattr(linear_module, "_add_product", lambda total, a, b: (totals.append(total.dtype), add(total, a, b)))
 
-    def error(accumulate: str | None) -> float:
+    def error(accumulate: str | None, chunk_size: int = 32) -> float:
         totals.clear()
-        (gradient,) = torch.autograd.grad(flexops.linear_cross_entropy(x, weight, target, chunk_size=32, accumulate=accumulate), weight)
+        (gradient,) = torch.autograd.grad(flexops.linear_cross_entropy(x, weight, target, chunk_size=chunk_size, accumulate=accumulate), weight)
         assert gradient.dtype == torch.bfloat16
         return float((gradient.double() - exact.double()).norm() / exact.double().norm())
 
@@ -414,8 +414,11 @@ def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch: pytest.MonkeyP
     assert totals == [torch.float32] * 16
     assert error(None) == exactly
     roughly = error("native")
-    assert totals == [torch.bfloat16] * 16
+    assert totals == [torch.bfloat16] * 15  # the first chunk's product is the sum so far
     assert exactly < roughly < 16 * 2.0**-8
+    few = error(None, 128)
+    assert totals == [torch.bfloat16] * 3
+    assert few <= 2 * exactly
 
 
 def test_what_is_free_bounds_the_chunk_and_the_sum() -> None:
@@ -426,7 +429,8 @@ def test_what_is_free_bounds_the_chunk_and_the_sum() -> None:
         assert max(sizes) <= rows < max(sizes) + 128, (free, sizes)
     assert [part.stop - part.start for part in linear_module._chunks(8192, row, 4096, 2 * weight, 0)] == [4096, 4096]
     for accumulate, free, wide in ((0, None, True), (0, 8 * gigabyte, True), (0, 2 * gigabyte, False), (1, 0, True), (2, 8 * gigabyte, False)):
-        assert linear_module._sums_wide(accumulate, weight, 2, gigabyte, free) is wide
+        assert linear_module._sums_wide(accumulate, 5, weight, 2, gigabyte, free) is wide
+        assert linear_module._sums_wide(accumulate, 4, weight, 2, gigabyte, free) is (accumulate == 1)
 
 
 # ---- the soft cap, and what else is returned --------------------------------------------------------------------------------------------------

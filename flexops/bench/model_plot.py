@@ -1,0 +1,75 @@
+"""A training step's time and memory as bars, and the losses of trainings as curves. The same data give the same file, byte by byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PANELS = (("milliseconds", "milliseconds a step", ".0f"), ("gibibytes", "GiB at the peak", ".1f"))
+OURS, OTHERS = "#1f6feb", "#9aa5b1"
+STYLES = {
+    "transformers": ("#24292f", "-"),
+    "transformers, another seed": ("#9aa5b1", "-"),
+    "transformers, torch.compile": ("#57606a", ":"),
+    "Liger": ("#2da44e", "--"),
+    "flexops.patch": (OURS, "-"),
+    "flexops.patch, torch.compile": ("#e36209", "--"),
+}
+SMOOTH = 10
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "flexops"
+    return Figure(figsize=size, layout="constrained")
+
+
+def _save(figure: Any, data: dict[str, Any], file: Path) -> None:
+    figure.supxlabel(f"{data['machine']}, {data['date']}", fontsize=8, color="#57606a", x=0.01, ha="left")
+    figure.savefig(file, metadata={"Date": None} if file.suffix in (".svg", ".pdf") else None)
+
+
+def draw(data: dict[str, Any], file: Path) -> None:
+    """Two panels, a bar for each contender, the shortest bar the best."""
+    results = data["results"]
+    figure = _figure((10, 0.42 * len(results) + 1.1))
+    positions = range(len(results))
+    for number, (axes, (field, title, form)) in enumerate(zip(figure.subplots(1, 2), PANELS, strict=True)):
+        values = [one[field] for one in results]
+        bars = axes.barh(positions, values, color=[OURS if one.get("flexops") else OTHERS for one in results])
+        axes.bar_label(bars, labels=[format(value, form) for value in values], padding=4)
+        axes.set_yticks(positions, [one["name"] for one in results] if number == 0 else [""] * len(results))
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(max(values) * 1.15, 1e-9))
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    _save(figure, data, file)
+
+
+def draw_losses(data: dict[str, Any], file: Path) -> None:
+    """Losses over steps, each the mean of ten; and how far each training is from the plain one, beside how far another seed is."""
+    losses: dict[str, list[float]] = data["losses"]
+    figure = _figure((10, 4))
+    left, right = figure.subplots(1, 2)
+    for name, values in losses.items():
+        colour, line = STYLES.get(name, (None, "-."))
+        left.plot(*_smooth(values), color=colour, linestyle=line, linewidth=1.2, label=name)
+        if name != "transformers" and "transformers" in losses:
+            right.plot(*_smooth([abs(a - b) for a, b in zip(values, losses["transformers"], strict=True)]), color=colour, linestyle=line, linewidth=1.2)
+    left.legend(fontsize=8, frameon=False)
+    right.set_yscale("log")
+    for axes, title in ((left, f"loss, mean of {SMOOTH} steps"), (right, "distance from transformers' loss")):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.grid(color="#d8dee4", linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, data, file)
+
+
+def _smooth(values: list[float]) -> tuple[list[int], list[float]]:
+    ends = range(min(SMOOTH, len(values)), len(values) + 1)
+    return list(ends), [sum(values[max(0, end - SMOOTH) : end]) / len(values[max(0, end - SMOOTH) : end]) for end in ends]
