@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import forwards
+from . import projections as projecting
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
 from .report import Report, Row, rows_of
@@ -29,6 +30,7 @@ def patch(
     activations: bool = True,
     rope: bool = True,
     attention: bool = True,
+    projections: bool = True,
     loss: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
@@ -43,6 +45,7 @@ def patch(
         activations: gated feed-forward blocks, and gelu or silu with the bias before it.
         rope: rotary embeddings.
         attention: attention, and the masks for it.
+        projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product, in training.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns ``logits=None`` unless called with ``skip_logits=False``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters that require a gradient; or an optimizer of torch.optim,
             to have flexops' with its groups. It is ``report.optimizer``.
@@ -59,7 +62,8 @@ def patch(
     model are patched. What is swapped is known by its class, and its replacement computed the same as the class's own code on a small input, with its
     gradients; a class that is not known, or whose code computes something else in this release, stays as it is, and the report says so.
     """
-    wanted = {"norms": norms, "residuals": residuals and norms, "activations": activations, "rope": rope, "attention": attention, "loss": loss}
+    wanted = {"norms": norms, "residuals": residuals and norms, "activations": activations, "rope": rope, "attention": attention}
+    wanted |= {"projections": projections, "loss": loss}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -67,6 +71,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise PatchError("flexops.patch takes a module, a class of models or an architecture's name", found=type(model).__name__)
     outcomes = [row for module in model.modules() for row in _visit(module, wanted, in_graphs)]
+    outcomes += [row for module in model.modules() for row in _project(module, projections)]
     if wanted["residuals"] and not in_graphs:
         _link(model)
     made, rows = _optimizer(model, optimizer)
@@ -165,6 +170,20 @@ def _unknown(module: nn.Module) -> str:
     cls = _own_class(module)
     known = UNCHANGED.get(f"{cls.__module__}.{cls.__qualname__}", "")
     return known or ("flexops does not know this class" if cls.__name__.endswith(_LOOKS_LIKE) else "")
+
+
+def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
+    """What each linear layer computes stays, so that there is nothing to probe. In graphs they are left alone."""
+    reason = projecting.refusal(module)
+    if reason is None:
+        return
+    linears = tuple(getattr(module, name) for name in projecting.NAMES)
+    if not reason and any((present := one.__dict__.get("forward")) is not None and not is_ours(present) for one in linears):
+        reason = "a projection's forward was replaced before, by something else"
+    reason = reason if wanted else "projections=False"
+    for one in () if reason else linears:
+        one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
+    yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
 
 
 # ---- a whole model -----------------------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
+from .linears import DTYPES as _DTYPES
+from .linears import is_bare, is_plain, pair
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (nn.Parameter, Tensor)
 _AHEAD = "_flexops_normalized"
 
 
@@ -39,7 +39,7 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
     return entry
 
 
-_OPTIONS = ("eps", "offset", "kind", "names", "ahead")
+_OPTIONS = ("eps", "offset", "kind", "names", "ahead", "siblings")
 
 
 def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +49,6 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What the module's class does."""
     return type(module).forward(module, *args, **kwargs)
-
-
-def is_plain(parameter: Tensor | None) -> bool:
-    """Whether operators take it: a part of a DTensor, say, they do not."""
-    return parameter is None or (type(parameter) in _PLAIN and parameter.dtype in _DTYPES)
 
 
 # ---- norms -------------------------------------------------------------------------------------------------------------------------------------
@@ -167,23 +162,17 @@ def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Ten
 
 def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
     """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward pass, but worked out again from gate and up."""
-    if _is_bare(down):
+    if is_bare(down):
         if kind == "silu":
             return swiglu_linear(gate, up, down.weight, down.bias)
         return geglu_linear(gate, up, down.weight, down.bias, approximate=kind)
     return down(swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind))
 
 
-def _is_bare(linear: Any) -> bool:
-    """Whether its weight and bias are all there is to it."""
-    bare = type(linear) is nn.Linear and "forward" not in linear.__dict__ and not linear._forward_hooks and not linear._forward_pre_hooks
-    return bare and type(linear.weight) is nn.Parameter and not linear._backward_hooks and is_plain(linear.bias)
-
-
 @replacement
 def gated_mlp(module: Any, x: Tensor, *, kind: str) -> Any:
     """``down(act(gate(x)) * up(x))``."""
-    gate, up = module.gate_proj(x), module.up_proj(x)
+    gate, up = pair(x, module.gate_proj, module.up_proj)
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
     return _down(module.down_proj, kind, gate, up)
@@ -202,7 +191,7 @@ def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str) -> Any:
 def mlp(module: Any, hidden_states: Tensor, *, kind: str, names: tuple[str, str]) -> Any:
     """``second(act(first(x)))``, the first one's bias added where the activation reads it; ``names`` are those of the two layers, the second may be ""."""
     first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
-    if hidden_states.dtype not in _DTYPES or not _is_bare(first) or first.bias is None:
+    if hidden_states.dtype not in _DTYPES or not is_bare(first) or first.bias is None:
         return plain(module, hidden_states)
     x = F.linear(hidden_states, first.weight)
     x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]

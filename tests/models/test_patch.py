@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import flexops
+from flexops.patching import linears
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -409,3 +410,72 @@ def test_torchs_own_modules(make: Callable[[], nn.Module]) -> None:
 def test_another_activation_stays() -> None:
     report = flexops.patch(Block(nn.ReLU()))
     assert [row.reason for row in report.rows] == ["its activation, ReLU, is neither silu nor gelu"]
+
+
+# ---- projections -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("case", ["", "bfloat16 by autocast", "frozen", "checkpoints"])
+def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    products: list[int] = []
+    product = linears._Product.apply
+    monkeypatch.setattr(linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1])
+    model, inputs = tiny.model(name), tiny.batch(name)
+    if case == "frozen":
+        model.requires_grad_(False)
+        model.get_input_embeddings().weight.requires_grad_()
+        model.model.layers[0].self_attn.k_proj.weight.requires_grad_()
+    if case == "checkpoints":
+        model.gradient_checkpointing_enable()
+    with torch.autocast("cpu", enabled=case.startswith("bfloat16")):
+        report = flexops.patch(model, projections=False)
+        expected = results(model, inputs)
+        assert {row.reason for row in report.rows if "one product" in row.operator} == {"projections=False"}
+        assert not products
+        flexops.patch(model)
+        differences = distance(results(model, inputs), expected)
+    assert products == [3] * (4 if case == "checkpoints" else 2)
+    assert max(differences.values()) < (2e-2 if case.startswith("bfloat16") else 2e-5), differences
+    assert not any("_flexops_projected" in part.__dict__ for part in model.modules())
+    assert all(value.grad is None for value in model.parameters() if not value.requires_grad)
+    flexops.unpatch(model)
+    model(**inputs)
+    assert len(products) == (4 if case == "checkpoints" else 2)
+
+
+def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In evaluation, where one has a hook, where they are called with different tensors, and for what are no linear layers."""
+    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    products: list[int] = []
+    product = linears._Product.apply
+    monkeypatch.setattr(linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1])
+
+    class Odd(nn.Module):
+        def __init__(self, values: type[nn.Module] = nn.Linear) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 4), values(8, 4)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([self.q_proj(x), self.k_proj(other), self.v_proj(x)], -1)
+
+    class Other(nn.Linear):
+        pass
+
+    x, other = torch.randn(5, 8), torch.randn(5, 8)
+    module = Odd()
+    expected = module(x, other)
+    assert [row.swapped for row in flexops.patch(module).rows] == [True]
+    torch.testing.assert_close(module(x, other), expected)
+    assert products == [3]
+    torch.testing.assert_close(module(other, x)[:, 8:12], expected[:, 8:12] - module.k_proj(other) + module.k_proj(x))
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, other), expected)
+    products.clear()
+    handle = module.k_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(module(x, other), expected)
+    handle.remove()
+    x += 1  # what was made of it before is not what it is now
+    torch.testing.assert_close(torch.compile(module, backend="eager")(x, other), type(module).forward(module, x, other))
+    assert "projections are no plain linear layers" in str(flexops.patch(Odd(Other)))

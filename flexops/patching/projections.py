@@ -1,0 +1,40 @@
+"""The projections of an attention as one product: the first of them that is called makes what the others will be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .forwards import replacement
+from .linears import together
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+_FOUND = "_flexops_projected"
+
+
+@replacement
+def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
+    """One of them: the first that is called makes what the others will be asked for."""
+    found = module.__dict__.pop(_FOUND, None)
+    if found is not None and found[0] is x and found[2] == x._version:
+        made: Tensor = found[1]
+        return made
+    results = together(x, siblings) if siblings[0] is module else None
+    if results is None:
+        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    results[-1] = results[-1].contiguous()  # attention keeps the values, and must not keep all three with them
+    for one, result in zip(siblings[1:], results[1:], strict=True):
+        one.__dict__[_FOUND] = (x, result, x._version)
+    return results[0]
+
+
+def refusal(module: Any) -> str | None:
+    """Why an attention's projections stay apart; "" if they need not, None if it has no three."""
+    linears = [getattr(module, name, None) for name in NAMES]
+    if not all(isinstance(one, nn.Module) for one in linears):
+        return None
+    if not all(type(one) is nn.Linear for one in linears):
+        return "its projections are no plain linear layers"
+    return "" if len({one.in_features for one in linears}) == 1 else "its projections read tensors of different widths"  # type: ignore[union-attr]
