@@ -69,7 +69,7 @@ def linear_cross_entropy(
             large by themselves) and four passes over each.
         class_weight: ``[V]``, float32, float16 or bfloat16: how often a row of each class counts. Has no gradient; not together with ``label_smoothing``.
         chunk_size: rows a chunk; None picks as many as give logits of the weight's size, but of 256 MiB at least and 1 GiB at most (matrix products
-            of fewer rows are less efficient), and on a GPU no more than half of the memory that is free.
+            of fewer rows are less efficient), and on a GPU no more than half of the memory that is free when a call of such sizes is made first.
         accumulate: what the weight's gradient is summed in over chunks. "float32" takes ``4 * V * H`` bytes while the forward pass runs, and is as exact
             with many chunks as with one. "native" sums in the weight's own dtype, if that is also the products', in the memory of the result: one rounding
             to it for each chunk. None is "native" for four chunks or fewer, and on a GPU whose free memory the float32 sum would not fit, else "float32":
@@ -161,10 +161,21 @@ class _Options(NamedTuple):
     softcap: float
 
 
-def _free_bytes(device: torch.device, enough: int) -> int | None:
-    """What can be allocated on a GPU, or at least ``enough``; None where that is not known, or must not be asked."""
+_found_free: dict[tuple[Any, ...], int] = {}
+"""What was free when a call of these sizes was made first: torch's allocator keeps that memory, and a driver that works is not asked in every step."""
+
+
+def _free_bytes(device: torch.device, enough: int, sizes: tuple[Any, ...]) -> int | None:
+    """What could be allocated on a GPU before the first call of these sizes, or at least ``enough``; None where that is not known, or must not be asked."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
+    key = (device, enough, *sizes)
+    if key not in _found_free:
+        _found_free[key] = _ask_free_bytes(device, enough)
+    return _found_free[key]
+
+
+def _ask_free_bytes(device: torch.device, enough: int) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     if free < enough:  # what torch keeps for later is free as well, but takes long to find out
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -247,7 +258,7 @@ def _run_chunks(
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, elements, copies = weight.shape[0], weight.numel(), 2 if o.softcap and any(wanted) else 1
     row_bytes = copies * classes * dtype.itemsize
-    free = _free_bytes(x.device, 8 * elements + _CHUNK_BYTES[1]) if chunk < 1 or accumulate == 0 else None
+    free = _free_bytes(x.device, 8 * elements + _CHUNK_BYTES[1], (x.shape[0], row_bytes)) if chunk < 1 or accumulate == 0 else None
     chunks = _chunks(x.shape[0], row_bytes, chunk, elements * dtype.itemsize, free)
     wide = _sums_wide(accumulate, len(chunks), elements, weight.element_size(), row_bytes * (chunks[0].stop if chunks else 0), free)
     gradients = _Gradients(x, weight, matrix, len(chunks) == 1, wide, wanted)

@@ -281,9 +281,9 @@ def test_a_sum_that_was_written_over_is_normalized_anew() -> None:
 
 def test_switches_turn_parts_off() -> None:
     model = tiny.model("llama")
-    report = flexops.patch(model, norms=False, rope=False, activations=False, loss=False, attention=False)
+    report = flexops.patch(model, norms=False, rope=False, activations=False, loss=False, attention=False, projections=False)
     assert report.swapped == ()
-    assert {row.reason for row in report.not_swapped} >= {"norms=False", "residuals=False", "rope=False", "activations=False", "loss=False"}
+    assert {row.reason for row in report.not_swapped} >= {"norms=False", "residuals=False", "rope=False", "activations=False", "loss=False", "projections=False"}
     assert flexops.unpatch(model) == 0
 
 
