@@ -189,8 +189,8 @@ Tensor gated(const char* op, Activation activation, Tensor& gate, Maybe& up, boo
 }
 
 /// The gradients of gate and up. `over_grad`: the gate's is written over `grad`. `again`: then what the forward pass gave, else nothing.
-Three gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved,
-                     bool over_grad = false, bool again = false) {
+Three gated_backward(const char* op, Activation activation, Tensor& grad, Tensor& gate, Maybe& up, bool interleaved, bool over_grad = false,
+                     bool again = false) {
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(gate);
 #endif

@@ -2,16 +2,11 @@
 #pragma once
 
 #include "adam/adam_numbers.cuh"
-#include "common/multi_tensor.cuh"
-#include "common/stochastic.h"
+#include "common/multi_tensor_modes.cuh"
 
 namespace flexops::adam {
 
-using multi::Data;
-
-/// The types of parameters, gradients and averages. All fp32, or all bf16, is what most people run; parameters and gradients of bf16 with
-/// averages of fp32 are for those who keep these. The rest, and amsgrad and copies, are told array by array.
-enum class Mode { f32, bf16, bf16_average_f32, mixed };
+using multi::Mode;
 
 struct RandomFactors : Factors {
   u32 key;  // of the step's random numbers
@@ -27,10 +22,10 @@ struct FactorsOf<true> {
 
 template <Mode mode>
 struct Rule {
-  static constexpr bool mixed = mode == Mode::mixed, random = mode == Mode::bf16 || mixed;
+  static constexpr bool mixed = mode == Mode::mixed, random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
-  static constexpr Data kData = mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16;
+  static constexpr multi::Data kData = multi::data_of(mode);
   // Tuned on one H200.
   static constexpr int kThreads = 128, kIterations = 1, kApart = 2;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
@@ -72,10 +67,10 @@ struct Rule {
     param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
     if constexpr (mixed) e.at[kCopy] = param;
     if constexpr (random) {
-      if (s.stochastic) {  // what is left to put() to round is exact then; other types of state are not touched
+      if (s.stochastic) {
         const u32 noise = scramble(e.index + f.key);
-        if (p.is_bf16(kExpAvg)) exp_avg = bit_cast<float>(round_to_bf16(bit_cast<u32>(exp_avg), noise & 0xffffu));
-        if (p.is_bf16(kExpAvgSq)) exp_avg_sq = bit_cast<float>(round_to_bf16(bit_cast<u32>(exp_avg_sq), noise >> 16));
+        multi::round_average(e, p, kExpAvg, noise);
+        multi::round_average(e, p, kExpAvgSq, noise >> 16);
       }
     }
   }

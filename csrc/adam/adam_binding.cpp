@@ -80,8 +80,8 @@ void adam_copy_(TensorList params, TensorList grads, TensorList exp_avgs, Tensor
       std::swap(row.type[kAdamMaxExpAvgSq], row.type[kAdamCopy]);
     }
   }
-  run(op, std::move(table), {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic, grad_factor},
-      params[0]);
+  run(op, std::move(table),
+      {lr, beta1, beta2, eps, weight_decay, maximize, decoupled, lr_tensor, grad_scale, found_inf, stochastic, grad_factor}, params[0]);
 }
 
 }  // namespace

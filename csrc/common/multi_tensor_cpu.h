@@ -1,12 +1,12 @@
 // Element-wise CPU kernels over rows of tensors; for *_cpu.cpp files, once per ISA level (see cpu.h for why the namespace).
 //
 // An op brings a Rule: kArrays; kReads, kWrites and kTyped, which arrays, as bits; kUnscaled, the array that is also written if there is a
-// gradient scale, or -1; Step, with a grad_scale (0 for none); and
-//   template <typename V> static inline void update(V (&x)[kArrays], const Step& s)   for V = Floats (one register) and float.
+// gradient scale, or -1; and what updates registers (Floats) and single elements (float).
 #pragma once
 
 #include "common/cpu_math.h"
 #include "common/multi_tensor.h"
+#include "common/stochastic.h"
 
 namespace flexops::FLEXOPS_ISA {
 
@@ -31,6 +31,23 @@ static inline void narrow_real(ElementType type, const float* from, void* to, in
   }
 }
 
+/// Which arrays are rounded stochastically where they are of bf16, as bits (two at most), and the key of the step's random numbers.
+struct Rounding {
+  unsigned arrays = 0;
+  uint32_t key = 0;
+};
+
+/// Elements from `begin` on, to neighbours in bf16, which narrow_real then has nothing to round of. `values` is a buffer: whole registers.
+static inline void round_block(float* values, int64_t begin, int64_t count, uint32_t key, int shift) {
+  Words lanes, bits;
+  for (int k = 0; k < kLanes; ++k) lanes[k] = static_cast<uint32_t>(k);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    memcpy(&bits, values + i, sizeof bits);
+    bits = round_to_bf16(bits, scramble(lanes + (static_cast<uint32_t>(begin + i) + key)) >> shift & 0xffffu);
+    memcpy(values + i, &bits, sizeof bits);
+  }
+}
+
 /// Inlined by force: what the compiler leaves out of line goes through memory, five times slower.
 template <class Rule, typename V, typename Update>
 __attribute__((always_inline)) static inline void update_at(float* const* at, int64_t i, bool unscaled, const Update& update) {
@@ -48,7 +65,8 @@ __attribute__((always_inline)) static inline void update_at(float* const* at, in
 
 /// Elements [begin, end) of a row, by update(x) for registers and for single elements.
 template <class Rule, typename Update>
-static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin, int64_t end, const Update& update) {
+static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin, int64_t end, const Update& update,
+                              Rounding rounding = {}) {
   alignas(64) float buffers[Rule::kArrays][kRowBlock];
   for (int64_t from = begin; from < end; from += kRowBlock) {
     const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
@@ -61,8 +79,12 @@ static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) update_at<Rule, Floats>(at, i, unscaled, update);
     for (; i < count; ++i) few(i), update_at<Rule, float>(at, i, unscaled, update);
-    for (int k = 0; k < Rule::kArrays; ++k) {
+    for (int k = 0, shift = 0; k < Rule::kArrays; ++k) {
       const bool written = Rule::kWrites >> k & 1 || (k == Rule::kUnscaled && unscaled);
+      if (rounding.arrays >> k & 1) {
+        if (row.is_bf16(k)) round_block(buffers[k], from, count, rounding.key, shift);
+        shift = 16;
+      }
       if (written && at[k] == buffers[k]) narrow_real(row.type[k], buffers[k], row.array[k], from, count);
     }
   }

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "adam/adam_numbers.cuh"
-#include "common/multi_tensor.cuh"
+#include "common/multi_tensor_modes.cuh"
 
 namespace flexops::lamb {
 
-using multi::Data;
+using multi::Mode;
 
 // Tuned on one H200.
 
@@ -28,15 +28,16 @@ struct Bias {
 };
 
 /// First pass.
-template <Data data>
+template <Mode mode>
 struct Moments {
+  static constexpr bool random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg, kExpAvgSq };
   enum { kStep, kPartials };
-  static constexpr Data kData = data;
+  static constexpr multi::Data kData = multi::data_of(mode);
   static constexpr int kThreads = 128, kUnroll = 2, kIterations = 4;
-  static constexpr int kMinBlocks = data == Data::f32 ? 8 : 6;
+  static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : 6;
   static constexpr int kArrays = 4, kApart = 1, kExtras = 2, kSums = 2, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b1111, kWrites = 0b1100, kTyped = 0b0011, kOptional = 0;
+  static constexpr u32 kReads = 0b1111, kWrites = 0b1100, kTyped = mode == Mode::bf16_average_f32 ? 0b0011 : 0b1111, kOptional = 0;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
@@ -44,15 +45,17 @@ struct Moments {
   struct Factors {
     Bias bias;
     float sign, grad_scale;
+    u32 key;  // of the step's random numbers
   };
 
   static FLEXOPS_DEVICE Sum combiner(const Shared&) { return {}; }
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch, int tensor) {
-    return {Bias(s, *launch.row[tensor].extra[kStep]), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
+    const float* step = launch.row[tensor].extra[kStep];
+    return {Bias(s, *step), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f, random ? multi::key_of(step) : 0};
   }
 
-  static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f, const multi::Pointers<Moments>&,
+  static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f, const multi::Pointers<Moments>& p,
                                     float* sums, bool valid) {
     float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg], &exp_avg_sq = e.at[kExpAvgSq];
     if (s.grad_scale) grad /= f.grad_scale;
@@ -62,19 +65,26 @@ struct Moments {
     const float update = f.bias.update(s, param, exp_avg, exp_avg_sq);
     sums[0] += valid ? param * param : 0.0f;
     sums[1] += valid ? update * update : 0.0f;
+    if constexpr (random) {
+      if (s.stochastic) {
+        const u32 noise = scramble(e.index + f.key);
+        multi::round_average(e, p, kExpAvg, noise);
+        multi::round_average(e, p, kExpAvgSq, noise >> 16);
+      }
+    }
   }
 };
 
 /// Second pass: backwards, because what the first wrote last is still in the cache.
-template <Data data>
+template <Mode mode>
 struct Apply {
   enum { kParam, kExpAvg, kExpAvgSq };
   enum { kStep, kNorms };
-  static constexpr Data kData = data;
+  static constexpr multi::Data kData = multi::data_of(mode);
   static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
   static constexpr int kMinBlocks = 8;
   static constexpr int kArrays = 3, kApart = 1, kExtras = 2, kSums = 0, kUnscaled = -1;
-  static constexpr u32 kReads = 0b111, kWrites = 0b001, kTyped = 0b001, kOptional = 0;
+  static constexpr u32 kReads = 0b111, kWrites = 0b001, kTyped = mode == Mode::bf16_average_f32 ? 0b001 : 0b111, kOptional = 0;
   static constexpr bool kReverse = true;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
@@ -108,9 +118,9 @@ struct Segments {
 };
 static_assert(sizeof(Segments) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
 
-template <Data data>
-__global__ void __launch_bounds__(Moments<data>::kThreads, Moments<data>::kMinBlocks)
-    moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<data>> launch) {
+template <Mode mode>
+__global__ void __launch_bounds__(Moments<mode>::kThreads, Moments<mode>::kMinBlocks)
+    moments_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Moments<mode>> launch) {
   multi::run(launch);
 }
 
@@ -133,9 +143,9 @@ __global__ void __launch_bounds__(Segments::kThreads) norms_kernel(const FLEXOPS
   s.norms[2 * t + 1] = update;
 }
 
-template <Data data>
-__global__ void __launch_bounds__(Apply<data>::kThreads, Apply<data>::kMinBlocks)
-    apply_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Apply<data>> launch) {
+template <Mode mode>
+__global__ void __launch_bounds__(Apply<mode>::kThreads, Apply<mode>::kMinBlocks)
+    apply_kernel(const FLEXOPS_GRID_CONSTANT multi::Launch<Apply<mode>> launch) {
   multi::run(launch);
 }
 

@@ -8,8 +8,7 @@
 
 namespace flexops {
 
-/// What a row's arrays are in the first pass, and in the second. Averages are float32; the gradient is written only if there is a
-/// grad_scale.
+/// What a row's arrays are in the first pass, and in the second. The gradient is written only if there is a grad_scale.
 enum LambArray { kLambParam, kLambGrad, kLambExpAvg, kLambExpAvgSq };
 enum LambApplyArray { kLambApplyParam, kLambApplyExpAvg, kLambApplyExpAvgSq };
 

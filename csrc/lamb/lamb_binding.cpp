@@ -98,17 +98,18 @@ Tensor first_pass(const char* op, TensorTable& table, const LambOptions& options
 
 Tensor lamb_moments_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList state_steps, double beta1,
                      double beta2, double eps, double weight_decay, bool maximize, std::optional<Tensor> grad_scale,
-                     std::optional<Tensor> found_inf) {
+                     std::optional<Tensor> found_inf, bool stochastic) {
   FLEXOPS_CHECK(!params.empty(), "flexops::lamb_moments_: params must hold at least one tensor");
   TensorTable table("flexops::lamb_moments_",
                     {{"params", params, true, false},
                      {"grads", grads, true, grad_scale.has_value()},
-                     {"exp_avgs", exp_avgs, false},
-                     {"exp_avg_sqs", exp_avg_sqs, false}},
+                     {"exp_avgs", exp_avgs, true},
+                     {"exp_avg_sqs", exp_avg_sqs, true}},
                     &state_steps);
   LambOptions options = {};
   table.fill(options, 0.0, std::nullopt, weight_decay, maximize, grad_scale, found_inf);
   fill_adam(options, beta1, beta2, eps, false);
+  options.stochastic = stochastic;
   Tensor norms = first_pass("flexops::lamb_moments_", table, options, params[0]);
   table.finish();
   return norms;
@@ -119,7 +120,7 @@ void lamb_apply_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs,
                  std::optional<Tensor> found_inf) {
   if (params.empty()) return;
   TensorTable table("flexops::lamb_apply_",
-                    {{"params", params, true}, {"exp_avgs", exp_avgs, false, false}, {"exp_avg_sqs", exp_avg_sqs, false, false}},
+                    {{"params", params, true}, {"exp_avgs", exp_avgs, true, false}, {"exp_avg_sqs", exp_avg_sqs, true, false}},
                     &state_steps);
   FLEXOPS_CHECK(norms.dtype() == Dtype::f32 && norms.dim() == 2 && norms.size(0) == table.size() && norms.size(1) == 2,
                 "flexops::lamb_apply_: norms must be a float32 tensor of shape [", table.size(), ", 2], got ", dtype_name(norms.dtype()),
@@ -137,24 +138,24 @@ void lamb_apply_(TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs,
 /// Both passes, for tensors that lie on one rank: torch hands their lists over once.
 void lamb_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList state_steps, double lr,
            double beta1, double beta2, double eps, double weight_decay, bool adapt, bool maximize, std::optional<Tensor> lr_tensor,
-           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, bool stochastic) {
   if (params.empty()) return;
   const char* op = "flexops::lamb_";
   TensorTable table(op,
                     {{"params", params, true},
                      {"grads", grads, true, grad_scale.has_value()},
-                     {"exp_avgs", exp_avgs, false},
-                     {"exp_avg_sqs", exp_avg_sqs, false}},
+                     {"exp_avgs", exp_avgs, true},
+                     {"exp_avg_sqs", exp_avg_sqs, true}},
                     &state_steps);
   LambOptions options = {};
   table.fill(options, lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf);
   fill_adam(options, beta1, beta2, eps, false);
   options.adapt = adapt;
+  options.stochastic = stochastic;
   const Tensor norms = first_pass(op, table, options, params[0]);
-  for (TensorRow& row : table.rows()) {  // the second pass has no gradients; averages are float32, as is what they take the place of
-    row.array[kLambApplyExpAvg] = row.array[kLambExpAvg];
-    row.array[kLambApplyExpAvgSq] = row.array[kLambExpAvgSq];
-    row.type[kLambApplyExpAvg] = row.type[kLambApplyExpAvgSq] = ElementType::f32;
+  for (TensorRow& row : table.rows()) {  // the second pass has no gradients
+    row.array[kLambApplyExpAvg] = row.array[kLambExpAvg], row.type[kLambApplyExpAvg] = row.type[kLambExpAvg];
+    row.array[kLambApplyExpAvgSq] = row.array[kLambExpAvgSq], row.type[kLambApplyExpAvgSq] = row.type[kLambExpAvgSq];
   }
   apply(op, table, options, norms);
   table.finish();

@@ -9,12 +9,12 @@ namespace {
 
 struct MomentsRule {
   static constexpr int kArrays = 4, kUnscaled = kLambGrad;
-  static constexpr unsigned kReads = 0b1111, kWrites = 0b1100, kTyped = 0b0011;
+  static constexpr unsigned kReads = 0b1111, kWrites = 0b1100, kTyped = 0b1111;
 };
 
 struct ApplyRule {
   static constexpr int kArrays = 3, kUnscaled = -1;
-  static constexpr unsigned kReads = 0b111, kWrites = 0b001, kTyped = 0b001;
+  static constexpr unsigned kReads = 0b111, kWrites = 0b001, kTyped = 0b111;
 };
 
 /// The update before the trust ratio.
@@ -48,7 +48,9 @@ LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step, int64_t be
   LambSums total = {0, 0};
   for (int64_t at = begin; at < end; at += kPiece) {
     Sums sums;
-    update_row<MomentsRule>(row, s.grad_scale != 0.0f, at, end - at < kPiece ? end : at + kPiece, [&](auto& x) { move(x, s, sums); });
+    const Rounding rounding = {s.stochastic ? 1u << kLambExpAvg | 1u << kLambExpAvgSq : 0u, s.key};
+    const int64_t until = end - at < kPiece ? end : at + kPiece;
+    update_row<MomentsRule>(row, s.grad_scale != 0.0f, at, until, [&](auto& x) { move(x, s, sums); }, rounding);
     total.param += sum_lanes(sums.params) + sums.param;
     total.update += sum_lanes(sums.updates) + sums.update;
   }

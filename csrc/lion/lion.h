@@ -6,11 +6,12 @@
 
 namespace flexops {
 
-/// What a row's arrays are. The average is float32; the gradient is written only if there is a grad_scale.
+/// What a row's arrays are. The gradient is written only if there is a grad_scale.
 enum LionArray { kLionParam, kLionGrad, kLionExpAvg };
 
 struct LionOptions : StepOptions {
   double beta1, beta2;
+  bool stochastic = false;  // averages in bfloat16 are rounded stochastically, by the rows' steps
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
@@ -22,6 +23,8 @@ struct LionStep {
   float decay;       // the share of the parameter that weight decay takes
   float sign;        // -1 to maximize
   float grad_scale;  // 0 for none
+  bool stochastic;
+  uint32_t key;  // of the step's random numbers
 };
 
 /// Elements [begin, end) of one tensor.

@@ -8,7 +8,7 @@ namespace flexops::FLEXOPS_ISA {
 namespace {
 struct LionRule {
   static constexpr int kArrays = 3, kUnscaled = kLionGrad;
-  static constexpr unsigned kReads = 0b111, kWrites = 0b101, kTyped = 0b011;
+  static constexpr unsigned kReads = 0b111, kWrites = 0b101, kTyped = 0b111;
 };
 
 template <typename V>
@@ -24,7 +24,8 @@ inline void update(V (&x)[3], const LionStep& s) {
 
 void lion_cpu(const TensorRow& row, const LionStep& step, int64_t begin, int64_t end) {
   const LionStep s = step;  // a copy that the stores cannot alias
-  update_row<LionRule>(row, s.grad_scale != 0.0f, begin, end, [&s](auto& x) { update(x, s); });
+  update_row<LionRule>(row, s.grad_scale != 0.0f, begin, end, [&s](auto& x) { update(x, s); },
+                       {s.stochastic ? 1u << kLionExpAvg : 0u, s.key});
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -13,16 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import (
+    PARAM_DTYPES,
+    Lists,
+    Writer,
+    call_lists,
+    check_lists,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    nothing,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+)
 from ._register import define
 
 _SCHEMA = (
     "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
+    "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, "
+    "bool stochastic=False) -> ()"
 )
 _MOMENTS = (
     "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
-    "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf) -> Tensor"
+    "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf, bool stochastic=False) -> Tensor"
 )
 _APPLY = (
     "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] state_steps, Tensor norms, float lr, float beta1, "
@@ -46,6 +62,7 @@ def lamb_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     """Make one LAMB step on every parameter, in place.
 
@@ -64,8 +81,10 @@ def lamb_(
 
     Args:
         weight_decay: what of the parameter is added to its update, before the trust ratio.
+        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written. The norm of the update is taken
+            of them before they are rounded, the step of what is kept.
         adapt: whether there is a trust ratio.
-        params, grads, exp_avgs, exp_avg_sqs, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf: see :func:`flexops.adam_`.
+        params, grads, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf, stochastic: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
@@ -74,7 +93,7 @@ def lamb_(
     check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     lists = listed("lamb_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf)
+    args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf, stochastic)
     scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
     call_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
 
@@ -82,7 +101,7 @@ def lamb_(
 def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
     """``lists`` is what :func:`lamb_` takes, or without gradients."""
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps") if len(lists) == 5 else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
-    wanted: Lists = {label: (tensors, PARAM_DTYPES if label in ("params", "grads") else (torch.float32,)) for label, tensors in zip(names, lists, strict=True)}
+    wanted: Lists = {label: (tensors, (torch.float32,) if label == "state_steps" else PARAM_DTYPES) for label, tensors in zip(names, lists, strict=True)}
     check_lists(name, wanted, **scalars)
 
 
@@ -105,6 +124,7 @@ def _moments_reference(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    stochastic: bool = False,
 ) -> Tensor:
     """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns ``[parameters, 2]``: the sums of squares of parameter and update."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
@@ -115,9 +135,12 @@ def _moments_reference(
     for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
         writer.put(steps, steps + 1)
         grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
-        writer.put(exp_avg, exp_avg * beta1 + grad * (1 - beta1))
-        writer.put(exp_avg_sq, exp_avg_sq * beta2 + (1 - beta2) * grad * grad)
-        update = _update(value, exp_avg, exp_avg_sq, steps, beta1, beta2, eps, weight_decay)
+        averages = exp_avg.float() * beta1 + grad * (1 - beta1), exp_avg_sq.float() * beta2 + (1 - beta2) * grad * grad
+        update = _update(value, *averages, steps, beta1, beta2, eps, weight_decay)
+        for half, (state, average) in enumerate(zip((exp_avg, exp_avg_sq), averages, strict=True)):
+            if stochastic and state.dtype == torch.bfloat16:
+                average = round_to_bfloat16(average, step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half & 0xFFFF)
+            writer.put(state, average)
         norms.append(torch.stack([value.square().sum(), update.square().sum()]))
     result = torch.stack(norms)
     return result if found_inf is None else torch.where(found_inf.reshape(()) != 0, 0.0, result)
@@ -147,7 +170,7 @@ def _apply_reference(
     writer = Writer(found_inf)
     for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
         value = param.float()
-        update = _update(value, exp_avg, exp_avg_sq, step, beta1, beta2, eps, weight_decay)
+        update = _update(value, exp_avg.float(), exp_avg_sq.float(), step, beta1, beta2, eps, weight_decay)
         of_param, of_update = norms[i].sqrt().unbind()
         ratio = torch.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0) if adapt else 1.0
         writer.put(param, value - rate * ratio * update)
@@ -169,10 +192,11 @@ def _reference(
     lr_tensor: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    stochastic: bool = False,
 ) -> None:
     _check("lamb_", [params, grads, exp_avgs, exp_avg_sqs, state_steps], lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
     numbers, states = (beta1, beta2, eps, weight_decay), (exp_avgs, exp_avg_sqs, state_steps)
-    norms = _moments_reference(params, grads, *states, *numbers, maximize, grad_scale, found_inf)
+    norms = _moments_reference(params, grads, *states, *numbers, maximize, grad_scale, found_inf, stochastic)
     _apply_reference(params, *states, norms, lr, *numbers, adapt, lr_tensor, found_inf)
 
 

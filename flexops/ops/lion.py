@@ -12,12 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import (
+    PARAM_DTYPES,
+    Lists,
+    Writer,
+    call_lists,
+    check_lists,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    nothing,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+)
 from ._register import define
 
 _SCHEMA = (
     "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float beta1, float beta2, float weight_decay, bool maximize, "
-    "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
+    "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()"
 )
 
 
@@ -25,6 +40,7 @@ def lion_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
+    state_steps: Sequence[Tensor] = (),
     *,
     lr: float | Tensor,
     beta1: float = 0.9,
@@ -33,6 +49,7 @@ def lion_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     """Make one Lion step on every parameter, in place.
 
@@ -47,9 +64,11 @@ def lion_(
     as for :func:`flexops.adam_`.
 
     Args:
-        exp_avgs: float32, of their parameters' shapes, written.
+        exp_avgs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written.
+        state_steps: as for :func:`flexops.adam_`, where ``stochastic`` draws its numbers from; or none.
         beta1, beta2: what the average weighs in the step, and in the next average, in [0, 1).
         weight_decay: rate of decoupled decay.
+        stochastic: round averages in bfloat16 stochastically; needs ``state_steps``.
         params, grads, lr, maximize, grad_scale, found_inf: see :func:`flexops.adam_`.
 
     Raises:
@@ -57,14 +76,18 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
-    lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs)
+    lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (*lists, number, beta1, beta2, weight_decay, maximize, tensor, grad_scale, found_inf)
-    call_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+    args = (*lists[:3], number, beta1, beta2, weight_decay, maximize, tensor, grad_scale, found_inf, lists[3], stochastic)
+    call_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf, stochastic))
 
 
-def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    wanted: Lists = {"params": (lists[0], PARAM_DTYPES), "grads": (lists[1], PARAM_DTYPES), "exp_avgs": (lists[2], (torch.float32,))}
+def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None, stochastic: bool) -> None:
+    wanted: Lists = {label: (tensors, PARAM_DTYPES) for label, tensors in zip(("params", "grads", "exp_avgs"), lists, strict=False)}
+    if lists[3]:
+        wanted = {**wanted, "state_steps": (lists[3], (torch.float32,))}
+    elif stochastic:
+        raise ValueError("flexops::lion_: state_steps must be given to round stochastically")
     check_lists("lion_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
 
 
@@ -80,17 +103,25 @@ def _reference(
     lr_tensor: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    state_steps: list[Tensor],
+    stochastic: bool,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    _check([params, grads, exp_avgs], lr_tensor, grad_scale, found_inf)
+    _check([params, grads, exp_avgs, state_steps], lr_tensor, grad_scale, found_inf, stochastic)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = Writer(found_inf)
-    for param, grad_, exp_avg in zip(params, grads, exp_avgs, strict=True):
-        grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
-        mixed = exp_avg * beta1 + grad * (1 - beta1)
+    steps = each_step(state_steps, params)
+    for step in steps:
+        writer.put(step, step + 1)
+    for i, (param, grad_, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
+        grad, value, average = writer.gradient(grad_, grad_scale, maximize), param.float(), exp_avg.float()
+        mixed = average * beta1 + grad * (1 - beta1)
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())
         writer.put(param, value - value * (rate * weight_decay) - rate * direction)
-        writer.put(exp_avg, exp_avg * beta2 + grad * (1 - beta2))
+        average = average * beta2 + grad * (1 - beta2)
+        if stochastic and exp_avg.dtype == torch.bfloat16:
+            average = round_to_bfloat16(average, step_noise(steps[i], [param, grad_, exp_avg]) & 0xFFFF)
+        writer.put(exp_avg, average)
 
 
 define("lion", _SCHEMA, _reference, nothing)
@@ -99,4 +130,5 @@ define("lion", _SCHEMA, _reference, nothing)
 def self_check(device: str) -> float:
     """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
-    return largest_difference(device, 1, [lambda *lists, step=step: step(*lists[:3], 0.1, 0.9, 0.99, 0.1, False, None, None, None) for step in steps])
+    numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, [], False)
+    return largest_difference(device, 1, [lambda *lists, step=step: step(*lists[:3], *numbers) for step in steps])

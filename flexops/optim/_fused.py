@@ -295,6 +295,30 @@ def full_state(param: Tensor, value: float = 0.0, dtype: torch.dtype = torch.flo
     return torch.full_like(param, complex(value, value) if param.is_complex() else value, dtype=dtype, memory_format=torch.preserve_format)
 
 
+STATE_DTYPES = (None, "param", torch.float32, torch.bfloat16, torch.float16)
+
+
+class NarrowStates(FusedOptimizer):
+    """An optimizer whose states are in float32, or in a dtype that is asked for."""
+
+    _state_dtype: torch.dtype | str | None = None
+    _stochastic = True
+
+    def _set_states(self, state_dtype: torch.dtype | str | None, stochastic_rounding: bool) -> None:
+        if state_dtype not in STATE_DTYPES:
+            accepted = "None, 'param', torch.float32, torch.bfloat16 or torch.float16"
+            raise ValueError(f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got {state_dtype!r}")
+        self._state_dtype, self._stochastic = state_dtype, stochastic_rounding
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_state_dtype": self._state_dtype, "_stochastic": self._stochastic}
+
+    def _state_dtype_of(self, param: Tensor) -> torch.dtype:
+        if self._state_dtype == "param":
+            return param.dtype
+        return self._state_dtype if isinstance(self._state_dtype, torch.dtype) else torch.float32
+
+
 def step_state(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
 

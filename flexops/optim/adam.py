@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import PARAM_DTYPES, increment_versions
-from ._fused import Bucket, FusedOptimizer, full_state, moved, plain, rate_for, run, step_state
+from ._fused import Bucket, NarrowStates, full_state, moved, plain, rate_for, run, step_state
 from .clip import total_norm
 
 Copies = torch.dtype | Mapping[Tensor, Tensor] | Sequence[Tensor]
 
 
-class _FusedAdam(FusedOptimizer):
+class _FusedAdam(NarrowStates):
     """What flexops does differently from ``torch.optim``: the step itself, states in a dtype of their own, and copies in a second dtype."""
 
     _states = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _decoupled = False
-    _state_dtype: torch.dtype | str | None = None
-    _stochastic = True
     _max_norm: float | None = None
     _grad_factor: Tensor | None = None
     grad_norm: Tensor | None = None
@@ -34,10 +32,7 @@ class _FusedAdam(FusedOptimizer):
         if max_norm is not None and not max_norm > 0.0:
             raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm must be more than 0, or None, got {max_norm!r}")
         self._max_norm = max_norm
-        if state_dtype not in _STATE_DTYPES:
-            accepted = "None, 'param', torch.float32, torch.bfloat16 or torch.float16"
-            raise ValueError(f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got {state_dtype!r}")
-        self._state_dtype, self._stochastic = state_dtype, stochastic_rounding
+        self._set_states(state_dtype, stochastic_rounding)
         if differentiable:
             raise ValueError(f"flexops.optim.{type(self).__name__}: differentiable=True is not supported; use torch.optim for it")
         if any(isinstance(beta, Tensor) for beta in betas):
@@ -89,11 +84,6 @@ class _FusedAdam(FusedOptimizer):
         averages = {name: full_state(param, dtype=dtype) for name in self._states[1 : 4 if group["amsgrad"] else 3]}
         return {"step": step_state(param), **averages}
 
-    def _state_dtype_of(self, param: Tensor) -> torch.dtype:
-        if self._state_dtype == "param":
-            return param.dtype
-        return self._state_dtype if isinstance(self._state_dtype, torch.dtype) else torch.float32
-
     def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
         return [param in self._copies for param in params] if self._copies else [False] * len(params)
 
@@ -140,9 +130,8 @@ class _FusedAdam(FusedOptimizer):
         increment_versions(bucket.params + copies)
 
 
-_KEPT = ("_copies", "_copy_dtype", "_each_copied", "_state_dtype", "_stochastic", "_max_norm")
-"""What a pickle holds beside torch's."""
-_STATE_DTYPES = (None, "param", torch.float32, torch.bfloat16, torch.float16)
+_KEPT = ("_copies", "_copy_dtype", "_each_copied", "_max_norm")
+"""What a pickle holds beside the others'."""
 _OPTIONS = """
     Args:
         params: parameters, or groups of them with options of their own, as for ``torch.optim``.

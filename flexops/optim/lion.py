@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, FusedOptimizer, check_options, full_state, rate_for, run
+from ._fused import Bucket, NarrowStates, check_options, full_state, rate_for, run, step_state
 
 
-class Lion(FusedOptimizer):
+class Lion(NarrowStates):
     """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023): a step of one size in every direction, by the sign of an average.
 
     Its step is larger than AdamW's: the paper advises a learning rate 3 to 10 times smaller, and a weight decay larger by the same factor. One
-    state, ``exp_avg``, in float32 whatever the parameters are. Takes what :class:`flexops.optim.Adam` takes: float32, bfloat16 and float16
-    parameters and gradients, DTensors, ``GradScaler``, CUDA graphs.
+    state, ``exp_avg``, in float32 unless ``state_dtype`` says otherwise (then there is also ``step``). Takes what :class:`flexops.optim.Adam`
+    takes: float32, bfloat16 and float16 parameters and gradients, DTensors, ``GradScaler``, CUDA graphs.
 
     Args:
         params: parameters, or groups of them with options of their own, as for ``torch.optim``.
@@ -25,12 +25,13 @@ class Lion(FusedOptimizer):
         betas: what the average weighs in the step, and in the next average.
         weight_decay: rate of decoupled weight decay.
         maximize: ascend.
+        state_dtype, stochastic_rounding: as for :class:`flexops.optim.Adam`: what averages are kept in, and how they are rounded to bfloat16.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range or not supported.
     """
 
-    _states = ("exp_avg",)
+    _states: tuple[str, ...] = ("exp_avg",)
 
     def __init__(
         self,
@@ -40,17 +41,36 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = True,
     ) -> None:
+        self._set_states(state_dtype, stochastic_rounding)
         check_options("Lion", lr, betas, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
+    def _set_states(self, state_dtype: torch.dtype | str | None, stochastic_rounding: bool) -> None:
+        super()._set_states(state_dtype, stochastic_rounding)
+        self._states = ("exp_avg",) if state_dtype in (None, torch.float32) else ("step", "exp_avg")  # random numbers follow from it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_states(self._state_dtype, self._stochastic)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for the others; steps that a state dict does not count begin anew."""
+        super().load_state_dict(state_dict)
+        if "step" in self._states:
+            for param, state in self.state.items():
+                state.setdefault("step", step_state(param))
+
     def _make_state(self, param: Tensor, _group: dict[str, Any]) -> dict[str, Any]:
-        return {"exp_avg": full_state(param)}
+        counted = {"step": step_state(param)} if "step" in self._states else {}
+        return {**counted, "exp_avg": full_state(param, dtype=self._state_dtype_of(param))}
 
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         beta1, beta2 = group["betas"]
         lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
-        op = torch.ops.flexops.lion_.default
-        run(op, *lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf)
+        op, stochastic = torch.ops.flexops.lion_.default, self._stochastic and bool(bucket.steps)
+        run(op, *lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf, bucket.steps, stochastic)
         increment_versions(bucket.params)

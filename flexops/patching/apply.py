@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import forwards
+from . import forwards, torch_modules
 from . import projections as projecting
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
@@ -70,7 +70,12 @@ def patch(
         return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
     if not isinstance(model, nn.Module):
         raise PatchError("flexops.patch takes a module, a class of models or an architecture's name", found=type(model).__name__)
-    outcomes = [row for module in model.modules() for row in _visit(module, wanted, in_graphs)]
+    outcomes: list[Row] = []
+    inside: set[int] = set()  # activations of blocks that have their row already
+    for module in model.modules():
+        if id(module) not in inside:
+            outcomes += _visit(module, wanted, in_graphs)
+        inside |= _covered(module)
     outcomes += [row for module in model.modules() for row in _project(module, projections)]
     if wanted["residuals"] and not in_graphs:
         _link(model)
@@ -121,6 +126,15 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
     yield Row(name, 1, pattern.operator, not reason, reason)
 
 
+def _covered(module: nn.Module) -> set[int]:
+    """Its activations of which its own row tells."""
+    if _own_class(module) is nn.Sequential:
+        return set(map(id, torch_modules.fused(module)))
+    found = _find(module)
+    is_block = found is not None and found[1].part == "activations"
+    return {id(child) for child in module.children() if isinstance(child, torch_modules.ACTIVATIONS)} if is_block else set()
+
+
 def _refused(module: nn.Module, index: int, pattern: Pattern) -> str:
     """Why a module stays as it is."""
     present = module.__dict__.get("forward")
@@ -160,7 +174,7 @@ def _find(module: nn.Module) -> tuple[int, Pattern] | None:
     name = f"{cls.__module__}.{cls.__qualname__}"
     for index in _rows_for(cls):
         pattern = PATTERNS[index]
-        if name in pattern.classes or all(hasattr(module, need) for need in pattern.needs):
+        if (name in pattern.classes or all(hasattr(module, need) for need in pattern.needs)) and pattern.concerns(module):
             return index, pattern
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from . import forwards, loss, rope
+from . import forwards, loss, rope, torch_modules
 from .probe import CLASSES, INNER, LENGTH, WIDTH, Attention, Base, Swap, bare, linear, parameter
 
 Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -36,6 +37,7 @@ class Pattern:
         refuse: why this very module stays as it is; "" if it need not.
         swap: the replacements of ``forward``, for it and for its children.
         miniature: a small one of its kind, with arguments.
+        concerns: whether there is anything about a module of these classes to swap, or to say.
         variant: what, beside the class, decides what its code does: each is probed.
     """
 
@@ -47,6 +49,7 @@ class Pattern:
     miniature: Callable[[Any], Miniature]
     refuse: Callable[[Any], str] = lambda _: ""
     variant: Callable[[Any], Any] = lambda _: None
+    concerns: Callable[[Any], bool] = lambda _: True
 
 
 def _hf(suffix: str, *names: str) -> tuple[str, ...]:
@@ -158,6 +161,34 @@ def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern
 
     needs = (first, act, second) if second else (first, act)
     return Pattern("activations", "bias_gelu", classes, needs, swap, miniature, refuse, lambda module: _kind(getattr(module, act)))
+
+
+def _sequential_swap(module: Any) -> Swap:
+    return [(module, functools.partial(torch_modules.sequential, module))]
+
+
+def _pairs_of(module: Any) -> tuple[Any, ...]:
+    return tuple((type(part), getattr(part, "approximate", "")) for part in torch_modules.fused(module))
+
+
+def _tiny_sequential(module: Any) -> Miniature:
+    pairs = ((linear(WIDTH, WIDTH), act) for act in torch_modules.fused(module))
+    return nn.Sequential(*itertools.chain.from_iterable(pairs)), (_input(),), {}
+
+
+# ---- attention of torch's own ------------------------------------------------------------------------------------------------------------------
+
+
+def _other_attention(module: Any) -> str:
+    if not module._qkv_same_embed_dim:
+        return "its keys or values are of another width than its queries"
+    return "it adds keys and values of its own" if module.bias_k is not None or module.add_zero_attn else ""
+
+
+def _tiny_attention(module: Any) -> Miniature:
+    made = type(module)(WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first)
+    hidden = torch.ones(LENGTH if module.batch_first else 2, LENGTH if module.batch_first else 2, dtype=torch.bool).triu(1)
+    return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------------------------------------
@@ -301,6 +332,11 @@ PATTERNS: tuple[Pattern, ...] = (
             _layer(forwards.bert_output), _tiny_bert_output),
     Pattern("activations", "swiglu_linear / geglu_linear", (*_hf("MLP", *_LLAMAS[:-1], *_GEMMAS), "*"), ("gate_proj", "up_proj", "down_proj", "act_fn"),
             _gated_swap, _tiny_gated, _is_gated, lambda module: _kind(module.act_fn)),
+    Pattern("activations", "bias_gelu / bias_silu", ("torch.nn.modules.container.Sequential",), (),
+            _sequential_swap, _tiny_sequential, variant=_pairs_of, concerns=lambda module: bool(torch_modules.fused(module))),
+    Pattern("attention", "attention", ("torch.nn.modules.activation.MultiheadAttention",), ("in_proj_weight", "out_proj", "bias_k"),
+            lambda module: [(module, functools.partial(torch_modules.multihead_attention, module))], _tiny_attention, _other_attention,
+            lambda module: (module.batch_first, module.in_proj_bias is None)),
     Pattern("activations", "swiglu_linear / geglu_linear", _hf("MLP", "phi3.Phi3"), ("gate_up_proj", "down_proj", "activation_fn"),
             _packed_swap, _tiny_packed, _no_such_activation("activation_fn"), lambda module: _kind(module.activation_fn)),
     _mlp(_hf("MLP", "phi.Phi", "vit.ViT"), "fc1", "activation_fn", "fc2"),
@@ -316,7 +352,9 @@ PATTERNS: tuple[Pattern, ...] = (
 """In the order in which a module is held against them: the first that names its class is taken."""
 
 _THREE = "it adds attention, feed-forward and residual at once, and one norm feeds both, so that there is no sum for a norm to go with"
+_ALONE = "with no linear layer's bias before it, it is one pass over memory, as torch's own is"
 UNCHANGED: dict[str, str] = {
+    **dict.fromkeys(("torch.nn.modules.activation.GELU", "torch.nn.modules.activation.SiLU"), _ALONE),
     **dict.fromkeys(_hf("DecoderLayer", "phi.Phi"), _THREE),
     **dict.fromkeys(_hf("Layer", "gpt_neox.GPTNeoX"), _THREE),
 }

@@ -109,7 +109,7 @@ def disagreement(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     inputs = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     result = module(*inputs, **kwargs)
-    output = result if isinstance(result, Tensor) else result["loss"]
+    output = result if isinstance(result, Tensor) else result[0] if isinstance(result, tuple) else result["loss"]
     weights = torch.linspace(-1.0, 1.0, output.numel()).view(output.shape) + 0.1
     sources = [x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
     gradients = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)

@@ -283,7 +283,8 @@ def test_switches_turn_parts_off() -> None:
     model = tiny.model("llama")
     report = flexops.patch(model, norms=False, rope=False, activations=False, loss=False, attention=False, projections=False)
     assert report.swapped == ()
-    assert {row.reason for row in report.not_swapped} >= {"norms=False", "residuals=False", "rope=False", "activations=False", "loss=False", "projections=False"}
+    parts = ("norms", "residuals", "rope", "activations", "loss", "projections")
+    assert {row.reason for row in report.not_swapped} >= {f"{part}=False" for part in parts}
     assert flexops.unpatch(model) == 0
 
 
@@ -479,3 +480,72 @@ def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch)
     x += 1  # what was made of it before is not what it is now
     torch.testing.assert_close(torch.compile(module, backend="eager")(x, other), type(module).forward(module, x, other))
     assert "projections are no plain linear layers" in str(flexops.patch(Odd(Other)))
+
+
+# ---- torch's own modules -----------------------------------------------------------------------------------------------------------------------
+
+
+def alike(module: nn.Module, calls: list[Callable[[nn.Module], Tensor]]) -> None:
+    """Results and gradients of a module are those of a copy that is patched."""
+    other = copy.deepcopy(module)
+    flexops.patch(other)
+    for call in calls:
+        found = []
+        for each in (module, other):
+            each.zero_grad()
+            result = call(each)
+            result.square().sum().backward()
+            found.append([result.detach(), *(value.grad for value in each.parameters() if value.grad is not None)])
+        for one, expected in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gelu_and_silu_of_torch() -> None:
+    x = torch.randn(4, 8)
+    module = nn.Sequential(nn.Linear(8, 12), nn.GELU("tanh"), nn.Dropout(0.0), nn.Linear(12, 12), nn.SiLU(), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 8))
+    report = flexops.patch(module)
+    rows = {(row.module, row.operator, row.swapped) for row in report.rows}
+    assert rows == {("Sequential", "bias_gelu / bias_silu", True), ("LayerNorm", "layer_norm", True), ("GELU", "-", False)}
+    assert "one pass over memory" in str(report)
+    assert flexops.unpatch(module) == 2
+    alike(module, [lambda each: each(x)])
+    heard: list[Tensor] = []
+    flexops.patch(module)
+    module[1].register_forward_hook(lambda *args: heard.append(args[2]))
+    module(x)
+    torch.testing.assert_close(heard[0], torch.nn.functional.gelu(module[0](x), approximate="tanh"))
+    assert flexops.patch(nn.Sequential(nn.Linear(8, 8), nn.ReLU())).rows == ()
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_multihead_attention_of_torch(batch_first: bool, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(2, length, 16, generator=generator) for length in (6, 9))
+    x, other = (x, other) if batch_first else (x.transpose(0, 1), other.transpose(0, 1))
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    each_head = torch.randn(8, 6, 6, generator=generator)
+    module = nn.MultiheadAttention(16, 4, bias=bias, batch_first=batch_first)
+    assert [row.swapped for row in flexops.patch(copy.deepcopy(module)).rows] == [True]
+    cases: list[dict[str, Any]] = [
+        {}, {"attn_mask": hidden}, {"attn_mask": hidden, "is_causal": True}, {"key_padding_mask": padding}, {"attn_mask": each_head},
+        {"attn_mask": hidden, "key_padding_mask": padding}, {"attn_mask": each_head, "key_padding_mask": padding}, {"need_weights": True},
+    ]  # fmt: skip
+    calls = [lambda each, case=case: each(x, x, x, **{"need_weights": False, **case})[0] for case in cases]
+    alike(module, [*calls, lambda each: each(x, other, other, need_weights=False)[0], lambda each: each(x[0], x[0], x[0], need_weights=False)[0]])
+    flexops.patch(module)
+    assert module(x, x, x)[1].shape == (2, 6, 6)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        module(x, x, x, need_weights=False, is_causal=True)
+    assert "keys or values are of another width" in str(flexops.patch(nn.MultiheadAttention(16, 4, kdim=8)))
+    assert "keys and values of its own" in str(flexops.patch(nn.MultiheadAttention(16, 4, add_bias_kv=True)))
+
+
+def test_a_transformer_of_torch() -> None:
+    """Its layers call what they hold."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
+    x = torch.randn(2, 5, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    alike(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), [lambda each: each(x), lambda each: each(x, mask)])

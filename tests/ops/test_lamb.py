@@ -33,6 +33,7 @@ class TestStep(StepContract):
         exact,
         {"betas": (0.9, 0.999), "weight_decay": 0.1},
         bad_numbers=("lr", "weight_decay", "eps"),
+        any_width=("exp_avgs", "exp_avg_sqs"),
     )
 
 

@@ -27,6 +27,7 @@ class TestStep(StepContract):
         optim.Lion,
         exact,
         {"betas": (0.9, 0.99), "weight_decay": 0.1},
+        any_width=("exp_avgs",),
     )
 
 

@@ -1,0 +1,128 @@
+"""Lion and LAMB with states of 16 bits (Adam's are in test_adam.py)."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import test_lamb
+import test_lion
+import torch
+from contract import ISA_LEVELS, isa_limit
+from step_contract import DTYPES, ON_BOTH, Lists, clone, make_lists, make_params, set_grads
+from torch import Tensor
+
+import flexops
+from flexops import optim
+from flexops.bench.reference import OnReference
+from flexops.op_builder import loader
+
+NARROW = [torch.bfloat16, torch.float16]
+BOTH = pytest.mark.parametrize("name", ["lion", "lamb"])
+CLASSES: dict[str, Any] = {"lion": optim.Lion, "lamb": optim.LAMB}
+AVERAGES = {"lion": ("exp_avg",), "lamb": ("exp_avg", "exp_avg_sq")}
+
+
+def lists_of(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: str) -> Lists:
+    """Lion's with steps."""
+    params, grads, *states = make_lists((test_lion if name == "lion" else test_lamb).TestStep.step, dtype, dtype, device)
+    averages = [[state.to(state_dtype) for state in each] for each in states[: len(AVERAGES[name])]]
+    return [params, grads, *averages, [torch.tensor(3.0, device=device) for _ in params]]
+
+
+def step_of(name: str, lists: Lists, **options: Any) -> None:
+    getattr(flexops, f"{name}_")(*lists, lr=0.01, weight_decay=0.1, **options)
+
+
+@ON_BOTH
+@BOTH
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("state_dtype", NARROW)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_are_the_references(name: str, dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, device: str) -> None:
+    """Rounded the same way: other random numbers would give another neighbour to every second element."""
+    assert loader.ensure(name, device)
+    lists = lists_of(name, dtype, state_dtype, device)
+    plain = clone(lists)
+    differ = total = apart = 0
+    for _ in range(3):
+        step_of(name, lists, stochastic=stochastic)
+        with OnReference():
+            step_of(name, plain, stochastic=stochastic)
+        for written, expected in zip(lists[0] + lists[-1], plain[0] + plain[-1], strict=True):
+            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())  # where a state went to its other neighbour
+        for one, other in zip(*([state for states in each[2:-1] for state in states] for each in (lists, plain)), strict=True):
+            differ, total = differ + int((one != other).sum()), total + one.numel()
+    assert differ < total / 100, f"{differ} of {total}"
+    assert apart < total / 500, f"{apart} of {total}"
+
+
+@BOTH
+def test_every_instruction_set_rounds_alike(name: str) -> None:
+    assert loader.ensure(name, "cpu")
+    results = []
+    for level in ISA_LEVELS:
+        lists = lists_of(name, torch.bfloat16, torch.bfloat16, "cpu")
+        with isa_limit(level):
+            for _ in range(3):
+                step_of(name, lists, stochastic=True)
+        results.append(torch.cat([state.flatten() for states in lists[2:-1] for state in states]))
+    for other in results[1:]:
+        assert (results[0] != other).float().mean() < 0.01
+
+
+@ON_BOTH
+@BOTH
+@pytest.mark.parametrize("state_dtype", [None, "param", torch.bfloat16])
+def test_states_are_of_the_dtype_that_is_asked_for(name: str, state_dtype: torch.dtype | str | None, device: str) -> None:
+    """And a state dict goes on where it was saved, bit for bit; one of another dtype is taken over."""
+    params, expected = make_params(device, torch.float16), make_params(device, torch.float16)
+    make, options = CLASSES[name], {"lr": 0.01, "state_dtype": state_dtype}
+    optimizer, oracle = make(params, **options), make(expected, **options)
+    wanted = {None: torch.float32, "param": torch.float16}.get(state_dtype, torch.bfloat16)  # type: ignore[arg-type]
+    for step in range(4):
+        if step == 2:
+            saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+            optimizer = make(params, **options)
+            optimizer.load_state_dict(saved)
+            optimizer = pickle.loads(pickle.dumps(optimizer))
+            params = optimizer.param_groups[0]["params"]
+        for each in (params, expected):
+            set_grads(each, seed=step)
+        optimizer.step()
+        oracle.step()
+        assert {optimizer.state[param][state].dtype for param in params for state in AVERAGES[name]} == {wanted}
+    assert all(map(torch.equal, params, expected))
+    other = make(params, lr=0.01, state_dtype=torch.bfloat16 if state_dtype is None else None)
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    assert {other.state[param]["exp_avg"].dtype for param in params} == {torch.bfloat16 if state_dtype is None else torch.float32}
+
+
+@BOTH
+def test_a_thousand_steps(name: str) -> None:
+    """A regression on batches, whose noise makes up the gradients: where it ends, beside where float32 states end. docs/training.md has a transformer."""
+
+    def trained(**options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        truth = torch.randn(32, 8, generator=generator)
+        weight = torch.nn.Parameter(torch.full((32, 8), 0.1))
+        optimizer = CLASSES[name]([weight], lr=1e-3, weight_decay=0.0, **options)
+        for _ in range(1000):
+            x = torch.randn(4, 32, generator=generator)
+            weight.grad = x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            optimizer.step()
+        return weight.detach()
+
+    wide = trained()
+    assert (trained(state_dtype=torch.bfloat16) - wide).norm() < 0.02 * wide.norm()
+
+
+def test_what_is_refused() -> None:
+    for make in CLASSES.values():
+        with pytest.raises(ValueError, match=r"state_dtype must be None, 'param', .*got torch.int8"):
+            make(make_params("cpu"), state_dtype=torch.int8)
+    x = [torch.ones(3)]
+    with pytest.raises(ValueError, match="state_steps must be given to round stochastically"):
+        flexops.lion_(x, x, x, lr=0.1, stochastic=True)
