@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const FLEXOPS_GRID_CO
       float result[W];
 #pragma unroll
       for (int i = 0; i < W; ++i) result[i] = values[i] * ups[i];
-      put_floats<T>(p.out, place(w.row(u), p.columns, w.column), result, p.type);
+      store<T, kStore>(p.out, place(w.row(u), p.columns, w.column), result);
     }
 #pragma unroll
     for (int i = 0; i < W; ++i) ups[i] = outer[i] * values[i];

@@ -10,10 +10,10 @@ namespace flexops::multi {
 /// averages of fp32 are for those who keep these. The rest, and what is optional, are told array by array.
 enum class Mode { f32, bf16, bf16_average_f32, mixed };
 
-constexpr Data data_of(Mode mode) { return mode == Mode::mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16; }
+__host__ __device__ constexpr Data data_of(Mode mode) { return mode == Mode::mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16; }
 
 /// Whether averages may be of bf16.
-constexpr bool is_random(Mode mode) { return mode == Mode::bf16 || mode == Mode::mixed; }
+__host__ __device__ constexpr bool is_random(Mode mode) { return mode == Mode::bf16 || mode == Mode::mixed; }
 
 /// The key of a step's random numbers.
 FLEXOPS_DEVICE u32 key_of(const float* step) { return step ? scramble(static_cast<u32>(*step)) : 0; }
