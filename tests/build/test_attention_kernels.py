@@ -50,7 +50,7 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
     tables = {"bias": torch.ones(4, 79), "document": torch.arange(40), "keep": torch.ones(40, dtype=torch.bool)}
     score_mod = ScoreMod("max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf", **tables)
     one = parse_arch_list(architecture)[0]
-    kernels = {name.partition("<")[0]: name for name in rare_names(library) if name.endswith("Defined>") and device_code.fitted(name, one)}
+    kernels = {name.partition("<")[0]: name for name in device_code.rare_names_in(library) if name.endswith("Defined>") and device_code.fitted(name, one)}
     if architecture == "8.0":
         kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
     assert len(kernels) == (3 if architecture == "8.0" else 5)
