@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from extension_tools import MODULE, environment, run
+from extension_tools import MODULE, environment, run, start
 
 import flexops
 from flexops.errors import CompileError
@@ -122,6 +122,42 @@ def test_no_room_no_header(tmp_path: Path, cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "1G")
     assert load(tmp_path, "small", []) == 5
     assert headers(cache) == []
+
+
+def test_headers_of_other_flags_make_room(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they have at most half of the cache: here that is one, as large as the real one is taken to be."""
+    monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "2049M")
+    assert load(tmp_path, "first", []) == 5
+    (old,) = headers(cache)
+    assert load(tmp_path, "second", ["-O2"]) == 5
+    (new,) = headers(cache)
+    assert new != old
+    assert f"-include {new}/" in command(cache, "second")
+
+
+def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -> None:
+    code = f"import flexops\nfrom flexops.op_builder import pch\npch.HEADER = {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
+    names = [f"process{number}" for number in range(3)]
+    processes = [start(code.format(name, str(module(tmp_path, name))), environment(cache, FLEXOPS_PCH="1")) for name in names]
+    assert [process.communicate()[0] for process in processes] == ["5\n"] * 3
+    (header,) = headers(cache)
+    assert all(f"-include {header}/" in command(cache, name) for name in names)
+
+
+def test_another_users_is_used_where_the_cache_is_shared(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who could change it could change what is compiled: it serves where that is wanted, and else is as good as not there."""
+    monkeypatch.setenv("FLEXOPS_CACHE_SHARED", "1")
+    assert load(tmp_path, "theirs", []) == 5
+    (header,) = headers(cache)
+    (made,) = header.glob("*.gch")
+    made.chmod(0o666)
+    before = made.stat().st_ino, made.stat().st_mtime_ns
+    assert load(tmp_path, "ours", []) == 5
+    assert f"-include {header}/" in command(cache, "ours")
+    assert (made.stat().st_ino, made.stat().st_mtime_ns) == before
+    monkeypatch.setenv("FLEXOPS_CACHE_SHARED", "0")
+    assert load(tmp_path, "mine", []) == 5
+    assert f"-include {header}/" not in command(cache, "mine")
 
 
 @pytest.mark.slow
