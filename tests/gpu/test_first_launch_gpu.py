@@ -44,10 +44,10 @@ def _child(program: str, cache: Path, **environment: str) -> subprocess.Complete
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that has rope's library for CUDA and all its kernels for the GPU here."""
+    """A cache that has rope's and Adam's libraries for CUDA and their kernels for the GPU here, but the rare ones."""
     cache = tmp_path_factory.mktemp("built") / "cache"
     done = subprocess.run(
-        [sys.executable, "-m", "flexops", "build", "rope"], env={**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "flexops", "build", "rope", "adam"], env={**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -172,6 +172,40 @@ def test_kernels_that_are_there_need_no_compiling(run: Run) -> None:
         torch.testing.assert_close(call(*arguments), expected(*arguments))
         assert native()
     """, kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", PATH="/nonexistent"))  # fmt: skip
+
+
+def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -> None:
+    done = run("""
+        query, cos, sin = make()
+        apart = (query[..., :63:2], cos[:, :16], sin[:, :16])  # strides that no vector fits
+        torch.testing.assert_close(call(*apart), expected(*apart))
+        torch.testing.assert_close(torch.compile(call)(*apart), expected(*apart))
+        torch.testing.assert_close(call(query, cos, sin), expected(query, cos, sin))
+        assert native()
+    """, kernels=True, FLEXOPS_JIT="0")  # fmt: skip
+    _fine(done)
+    assert "rotate_elements" in done.stderr
+    assert "--rare" in done.stderr
+    refused = run("query, cos, sin = make(); call(query[..., :63:2], cos[:, :16], sin[:, :16])", kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
+    assert "NativeUnavailableError" in refused.stderr
+
+
+def test_a_step_whose_rare_kernel_is_missing_is_made_once(run: Run) -> None:
+    """Parameters whose kernel is there are not stepped before the reference steps all of them."""
+    _fine(run("""
+        import copy
+        of = [torch.float32, torch.bfloat16, torch.float16]
+        params = [torch.randn(100, device="cuda", dtype=dtype) for dtype in of]
+        grads, averages, squares = ([torch.rand_like(param) for param in params] for _ in range(3))
+        steps = [torch.ones((), device="cuda") for _ in params]
+        lists = (params, grads, averages, squares, [], steps)
+        wanted = copy.deepcopy(lists)
+        flexops.adam_(*lists, lr=0.1, weight_decay=0.1)
+        from flexops.ops import adam
+        adam._adam_reference(*wanted, 0.1, 0.9, 0.999, 1e-8, 0.1, False, False, False, None, None, False)
+        for ours, theirs in zip(sum(map(list, lists), []), sum(map(list, wanted), [])):
+            torch.testing.assert_close(ours, theirs)
+    """, kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="allow"))  # fmt: skip
 
 
 @pytest.mark.usefixtures("two_gpus")
