@@ -45,14 +45,7 @@ inline constexpr float kFar = 100.0f;  // x^2 from where on sigmoid(t) is 0 or 1
 /// exp(x) if accurate; else 2^x, whose arguments the caller has scaled.
 template <bool kAccurate>
 FLEXOPS_DEVICE float power(float x) {
-  if constexpr (kAccurate) return expf(x);
-#if FLEXOPS_HIP
-  return exp2f(x);
-#else
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#endif
+  return kAccurate ? expf(x) : quick_exp2(x);
 }
 template <bool kAccurate>
 inline constexpr float kScale = kAccurate ? 1.0f : kLog2E;

@@ -20,7 +20,7 @@ struct Biased {
 
 template <int N>
 struct Bias {
-  Shared<N> raw;
+  Broadcast<N> raw;
 
   FLEXOPS_DEVICE void load(const void* bias, i64 column, ElementType type) {
     if (bias) raw.load(bias, column, type);

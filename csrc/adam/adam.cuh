@@ -29,9 +29,12 @@ struct Rule {
   // Tuned on one H200.
   static constexpr int kThreads = 128, kIterations = 1, kApart = 2;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
-  static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : mixed ? 5 : 6;
+  static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : mode == Mode::bf16 ? 7 : mixed ? 5 : 6;
   static constexpr int kArrays = mixed ? 6 : 4, kExtras = 1, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b011111, kWrites = 0b111101, kTyped = mode == Mode::bf16_average_f32 ? 0b000011 : 0b111111,
+  static constexpr u32 kReads = 0b011111, kWrites = 0b111101,
+                       kTyped = mode == Mode::bf16_grad          ? 0b000010
+                                : mode == Mode::bf16_average_f32 ? 0b000011
+                                                                 : 0b111111,
                        kOptional = 0b110000;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;

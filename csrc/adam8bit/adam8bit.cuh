@@ -119,15 +119,10 @@ FLEXOPS_DEVICE u32 encode2(float exp_avg_sq, float factor, float random) {
   return bit_cast<u32>(magic) + (power - low2 * low2 > random * gap ? 1 : 0);
 }
 
-/// Four words' low bytes as one word.
-FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
-/// A lane's share of a block, element by element: kVectors vectors that lie kVector * kWarpSize apart or, if the block is not whole or not
+/// A lane's fragment of a block: kVectors vectors that lie kVector * kWarpSize apart or, if the block is not whole or not
 /// aligned, single elements that lie kWarpSize apart.
 template <Data data, bool whole>
-struct Share {
+struct Fragment {
   using R = Rule<data>;
   float param[kLaneElements], grad[kLaneElements];
   u32 codes1[kVectors], codes2[kVectors];
@@ -252,7 +247,7 @@ template <Data data, bool whole>
 FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi::Pointers<Rule<data>>& p, const float* step, Factors& f,
                                i64 at, int count) {
   using R = Rule<data>;
-  Share<data, whole> x;
+  Fragment<data, whole> x;
   float* const scale1 = reinterpret_cast<float*>(p.array[R::kExpAvgScale]) + at / kBlock;
   float* const scale2 = reinterpret_cast<float*>(p.array[R::kExpAvgSqScale]) + at / kBlock;
   x.read(p, at, count);
@@ -271,7 +266,7 @@ FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi
     exp_avg_sq[i] = square2 * square2 * kept2 + g * s.one_minus_beta2 * g;
     x.param[i] -= x.param[i] * f.decay;
     x.param[i] -= f.step_size * exp_avg[i] * approximate_inverse(approximate_sqrt(exp_avg_sq[i]) * f.inverse_bias2 + f.eps);
-    if (whole || Share<data, whole>::place(i) < count) {
+    if (whole || Fragment<data, whole>::place(i) < count) {
       most1 = Max{}(most1, bit_cast<u32>(exp_avg[i]) & 0x7fffffffu);
       most2 = Max{}(most2, bit_cast<u32>(exp_avg_sq[i]) & 0x7fffffffu);
     }
@@ -291,7 +286,7 @@ FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = v * 4 + i;
-      const u32 random = random_word(seed, Share<data, whole>::place(n));
+      const u32 random = random_word(seed, Fragment<data, whole>::place(n));
       word1[i] = encode1(exp_avg[n], factor1, half_to_float(random, 0));
       word2[i] = encode2(exp_avg_sq[n], factor2, half_to_float(random, 1));
     }

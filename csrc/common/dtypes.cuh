@@ -107,4 +107,29 @@ FLEXOPS_DEFINE_MIN2(max2, f16, "max.NaN.f16x2")
 #define FLEXOPS_HAS_MIN2 0
 #endif
 
+// ---- numbers --------------------------------------------------------------------------------------------------------------------------
+
+FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
+FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
+
+/// 2 to the power of `value`, with a relative error of 2^-22; results below 2^-126 are 0.
+FLEXOPS_DEVICE float quick_exp2(float value) {
+#if FLEXOPS_HIP
+  return exp2f(value);
+#else
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+  return out;
+#endif
+}
+
+/// The low bytes of four words.
+FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
+#if FLEXOPS_HIP
+  return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
+#else
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+#endif
+}
+
 }  // namespace flexops

@@ -91,7 +91,7 @@ FLEXOPS_DEVICE float round_any(float value, ElementType type) {
 /// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are loaded. Its type is told at run time; if
 /// N is more than 1, its address and `index` are multiples of 16 bytes and of N.
 template <int N>
-struct Shared {
+struct Broadcast {
   Vec < u32, N<4 ? N : 4> words[N < 4 ? 1 : N / 4];
 
   FLEXOPS_DEVICE void load(const void* from, i64 index, ElementType type) {

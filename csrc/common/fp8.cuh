@@ -117,22 +117,14 @@ FLEXOPS_DEVICE u32 pack4(float a, float b, float c, float d) {
 FLEXOPS_DEVICE u32 i8_bits(float value) {
   return bit_cast<u32>(__fadd_rn(fminf(fmaxf(value, -127.0f), 127.0f), 12582912.0f));  // adding 1.5 * 2^23 rounds
 }
-/// The low bytes of four words.
-FLEXOPS_DEVICE u32 join_bytes(u32 a, u32 b, u32 c, u32 d) {
-#if FLEXOPS_HIP
-  return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
-#else
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-#endif
-}
 template <>
 FLEXOPS_DEVICE u32 pack4<i8>(float a, float b, float c, float d) {
-  return join_bytes(i8_bits(a), i8_bits(b), i8_bits(c), i8_bits(d));
+  return pack_bytes(i8_bits(a), i8_bits(b), i8_bits(c), i8_bits(d));
 }
 /// pack4<i8> for numbers that round to no more than 127 and no less than -127.
 FLEXOPS_DEVICE u32 pack4_within(float a, float b, float c, float d) {
   constexpr float kRound = 12582912.0f;
-  return join_bytes(bit_cast<u32>(__fadd_rn(a, kRound)), bit_cast<u32>(__fadd_rn(b, kRound)), bit_cast<u32>(__fadd_rn(c, kRound)),
+  return pack_bytes(bit_cast<u32>(__fadd_rn(a, kRound)), bit_cast<u32>(__fadd_rn(b, kRound)), bit_cast<u32>(__fadd_rn(c, kRound)),
                     bit_cast<u32>(__fadd_rn(d, kRound)));
 }
 template <>

@@ -13,7 +13,7 @@ constexpr uint32_t kMostBlocks = 1u << 30;  // of one launch
 
 template <class Rule>
 int64_t chunks_of(int64_t numel) {
-  return (numel + kChunk<Rule> - 1) / kChunk<Rule>;
+  return ceil_div(numel, kChunk<Rule>);
 }
 
 /// Which of a rule's kernels a row needs. `Rule` is the one of mixed data, which knows all arrays.

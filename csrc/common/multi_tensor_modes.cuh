@@ -6,11 +6,13 @@
 
 namespace flexops::multi {
 
-/// The types of parameters, gradients and averages. All fp32, or all bf16, is what most people run; parameters and gradients of bf16 with
-/// averages of fp32 are for those who keep these. The rest, and what is optional, are told array by array.
-enum class Mode { f32, bf16, bf16_average_f32, mixed };
+/// The types of parameters, gradients and averages. All fp32, or all bf16, is what most people run; gradients of bf16, or those and
+/// parameters, with the rest of fp32 are for those who keep it so. All else, and what is optional, is told array by array.
+enum class Mode { f32, bf16, bf16_grad, bf16_average_f32, mixed };
 
-__host__ __device__ constexpr Data data_of(Mode mode) { return mode == Mode::mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16; }
+__host__ __device__ constexpr Data data_of(Mode mode) {
+  return mode == Mode::mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16;
+}
 
 /// Whether averages may be of bf16.
 __host__ __device__ constexpr bool is_random(Mode mode) { return mode == Mode::bf16 || mode == Mode::mixed; }

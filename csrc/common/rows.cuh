@@ -18,20 +18,6 @@ inline constexpr bool kIsFloat = sizeof(T) == 4;
 
 inline constexpr int kNarrowWarp = 32;  // lanes that share a row, at most; a wavefront of 64 holds two such groups
 
-FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
-FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
-
-/// 2 to the power of `value`, with a relative error of 2^-22; results below 2^-126 are 0.
-FLEXOPS_DEVICE float quick_exp2(float value) {
-#if FLEXOPS_HIP
-  return exp2f(value);
-#else
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
-  return out;
-#endif
-}
-
 template <typename T>
 FLEXOPS_DEVICE void widen(float* out, const Packed& in) {
   constexpr int N = kPerVector<T>;

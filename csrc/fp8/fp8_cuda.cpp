@@ -62,12 +62,12 @@ const char* launch(const Kernels& kernels, Params& p, ElementType type, int64_t 
 }
 
 /// Lanes for a segment of up to 32 vectors.
-void share(Params& p, int64_t vectors) {
+void set_lanes(Params& p, int64_t vectors) {
   while (p.lanes < vectors) p.lanes *= 2, ++p.log_lanes;
 }
 
 const char* launch_short(const Kernels& kernels, Params& p, int64_t vectors, ElementType type, void* stream) {
-  share(p, vectors);
+  set_lanes(p, vectors);
   const int64_t per_block = scaled::kThreads / p.lanes * scaled::kShortVectors;
   return launch(kernels, p, type, ceil_div(p.total, per_block), scaled::kThreads, stream);
 }
@@ -79,7 +79,7 @@ bool are_groups(const Params& p, int64_t vectors, const ScaledLayout& l) {
 }
 
 const char* launch_groups(Params& p, int64_t vectors, ElementType type, void* stream) {
-  share(p, vectors);
+  set_lanes(p, vectors);
   return launch(kQuantizeGroups, p, type, ceil_div(p.total * vectors, scaled::kThreads * scaled::kGroupVectors), scaled::kThreads, stream);
 }
 

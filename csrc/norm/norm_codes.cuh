@@ -23,7 +23,7 @@ FLEXOPS_DEVICE void store_codes(const float (&value)[N], float factor, u8* to) {
     Vec<u32, N / 4> words;
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      words.at[i / 4] = kWhole ? join_bytes(bit_cast<u32>(v[i]), bit_cast<u32>(v[i + 1]), bit_cast<u32>(v[i + 2]), bit_cast<u32>(v[i + 3]))
+      words.at[i / 4] = kWhole ? pack_bytes(bit_cast<u32>(v[i]), bit_cast<u32>(v[i + 1]), bit_cast<u32>(v[i + 2]), bit_cast<u32>(v[i + 3]))
                                : pack4<C>(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
     store<Cache::streaming>(reinterpret_cast<Vec<u32, N / 4>*>(to), words);

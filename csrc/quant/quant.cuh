@@ -73,9 +73,6 @@ inline constexpr float kFloatMax = 3.40282347e38f;
 inline constexpr float kRound = 12582912.0f;
 inline constexpr u32 kRoundBits = 0x4b400000u;
 
-FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
-FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
-
 FLEXOPS_DEVICE float largest_of(ElementType type) {
   return bit_cast<float>(type == ElementType::f16 ? 0x477fe000u : type == ElementType::bf16 ? 0x7f7f0000u : 0x7f7fffffu);
 }

@@ -9,7 +9,7 @@ namespace flexops::quant {
 inline constexpr int kAnyPairs = kAnyHeld / 2;
 
 /// A lane's part of a group: pairs lane, lane + lanes, lane + 2 * lanes, ..., of which it holds kAnyPairs a round.
-struct Share {
+struct LanePart {
   i64 line, column;  // outer * groups + group; in `inner`
   i64 element;       // index of the group's first, if its rows are `outer_stride` and `length_stride` apart
   i64 rows;          // of the group, not counting what pads a short one
@@ -17,8 +17,8 @@ struct Share {
   bool inside;       // if not, it is the very first group's
 };
 
-FLEXOPS_DEVICE Share find_share(const Params& p, i64 outer_stride, i64 length_stride) {
-  Share s;
+FLEXOPS_DEVICE LanePart find_part(const Params& p, i64 outer_stride, i64 length_stride) {
+  LanePart s;
   const i64 thread = static_cast<i64>(blockIdx.x) * kAnyThreads + threadIdx.x, index = thread >> p.log_lanes;
   s.inside = index < p.total;
   s.line = s.inside ? index : 0, s.column = 0;
@@ -40,7 +40,7 @@ FLEXOPS_DEVICE int rows_left(i64 rows, i64 first) {
 
 /// A round's pairs as they are stored. Instead of elements that are not there, others of the group: they do not change the extremes.
 template <typename Element>
-FLEXOPS_DEVICE void read_pairs(Vec<Element, 2> (&pair)[kAnyPairs], const Params& p, const Share& s, i64 first, int left) {
+FLEXOPS_DEVICE void read_pairs(Vec<Element, 2> (&pair)[kAnyPairs], const Params& p, const LanePart& s, i64 first, int left) {
   const auto* group = static_cast<const Element*>(p.x) + s.element;
   const Element* at = group + first * p.length_stride;
   const i64 next = p.length_stride, step = 2 * p.lanes * next;
@@ -62,7 +62,7 @@ FLEXOPS_DEVICE void read_pairs(Vec<Element, 2> (&pair)[kAnyPairs], const Params&
   }
 }
 
-FLEXOPS_DEVICE void read_held(float (&value)[kAnyHeld], const Params& p, const Share& s, i64 first) {
+FLEXOPS_DEVICE void read_held(float (&value)[kAnyHeld], const Params& p, const LanePart& s, i64 first) {
   const int left = rows_left(s.rows, first);
   if (p.type == ElementType::f32) {
     Vec<u32, 2> pair[kAnyPairs];
@@ -94,7 +94,7 @@ FLEXOPS_DEVICE void merge_all(Extremes& e, int lanes, float (*shared)[2]) {
 __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ float shared[kAnyThreads / kNarrowWarp][2];
   const Coding c = make_coding(p, p.type);
-  const Share s = find_share(p, p.outer_stride, p.length_stride);
+  const LanePart s = find_part(p, p.outer_stride, p.length_stride);
   const i64 step = static_cast<i64>(kAnyHeld) * p.lanes;
   float value[kAnyHeld];
   Extremes e;
@@ -152,7 +152,7 @@ FLEXOPS_DEVICE void put_pair(Element* to, i64 next, const Vec<Element, 2>& pair,
 }
 
 __global__ void __launch_bounds__(kAnyThreads) dequantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
-  const Share s = find_share(p, p.length * p.inner, p.inner);
+  const LanePart s = find_part(p, p.length * p.inner, p.inner);
   if (!s.inside) return;
   const i64 entry = s.line * p.pair * p.inner + s.column, step = static_cast<i64>(kAnyHeld) * p.lanes;
   const float minimum = p.pair == 1 ? 0.0f : load_any(p.scales, entry + p.inner, p.scale_type);

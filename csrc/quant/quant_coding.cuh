@@ -191,15 +191,6 @@ FLEXOPS_DEVICE u32 pack_nibbles(const u32 (&code)[4], u32 flip) {
   return (sum - kRoundBits * 0x1111u) ^ flip;
 }
 
-/// The low bytes of four words.
-FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
-#if FLEXOPS_HIP
-  return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
-#else
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-#endif
-}
-
 /// A group's pair from another lane.
 FLEXOPS_DEVICE Vec<u16, 2> hand(const Vec<u16, 2>& pair, int lane) {
   return bit_cast<Vec<u16, 2>>(shuffle(bit_cast<u32>(pair), lane, kNarrowWarp));

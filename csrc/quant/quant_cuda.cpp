@@ -78,7 +78,7 @@ bool plan_columns_to_dequantize(Params& p, const QuantLayout& l, const void* ele
   const int64_t lines = l.outer * l.groups;
   if (!across_vectors(l, elements) || lines >= kDivisible || l.group_size >= kDivisible || l.inner >= kDivisible) return false;
   if (lines * l.group_size >= kDivisible) return false;
-  const int64_t chunks = l.inner / (16 / element_size(l.type)), parts = (l.group_bytes + quant::kPartCodes - 1) / quant::kPartCodes;
+  const int64_t chunks = l.inner / (16 / element_size(l.type)), parts = ceil_div(l.group_bytes, quant::kPartCodes);
   p.chunks = quick(chunks), p.parts = quick(parts);
   p.total = lines * parts * chunks;
   p.code_bytes = (lines * l.group_bytes - quant::kPartCodes + 1) * l.inner - quant::kColumnsAhead;

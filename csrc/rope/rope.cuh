@@ -73,7 +73,7 @@ template <int N, bool kHalves>
 struct Table {
   static constexpr int kPart = kHalves ? N / 2 : N;
   static constexpr int kFew = kPart == 2 ? 1 : kPart;  // two pairs are read one by one
-  Shared<kFew> raw[N / kFew];
+  Broadcast<kFew> raw[N / kFew];
 
   FLEXOPS_DEVICE void load(const void* table, i64 index, i64 apart, ElementType type) {
 #pragma unroll

@@ -395,14 +395,14 @@ def _stand_in(family: str, key: str = "CUDA") -> None:
 
 
 def _standing(family: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    def call(keys: Any, *args: Any) -> Any:
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return kernel(keys, *args)
+            return kernel(keys, *args, **kwargs)
         except RuntimeError as error:
             if loader.NO_CODE not in str(error):
                 raise
             loader.decline(family, "cuda", str(error), f"flexops build {family} --rare")
-            return reference(*args)
+            return reference(*args, **kwargs)
 
     return call
 

@@ -181,7 +181,7 @@ def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -
         torch.testing.assert_close(call(*apart), expected(*apart))
         torch.testing.assert_close(torch.compile(call)(*apart), expected(*apart))
         torch.testing.assert_close(call(query, cos, sin), expected(query, cos, sin))
-        assert native()
+        assert any(one.backend in ("aot", "jit") for one in flexops.status() if (one.op, one.device) == ("rope", "cuda"))
     """, kernels=True, FLEXOPS_JIT="0")  # fmt: skip
     _fine(done)
     assert "rotate_elements" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -211,21 +212,21 @@ assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit",
 def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU, whose kernel says here what a launch does."""
     library = torch.library.Library("flexops_standing", "FRAGMENT")
-    library.define("twice(Tensor x) -> Tensor")
-    op = torch.ops.flexops_standing.twice.default
+    library.define("twice(Tensor x, *, float by) -> Tensor")
+    op = functools.partial(torch.ops.flexops_standing.twice.default, by=2.0)
 
-    def native(x: Tensor) -> Tensor:
+    def native(x: Tensor, *, by: float) -> Tensor:
         if x.numel() == 3:
             raise RuntimeError(f"{loader.NO_CODE} twice<odd> for a GPU of capability 9.0")
         if x.numel() == 5:
             raise RuntimeError("x is too long")
-        return x * 2
+        return x * by
 
     library.impl("twice", native, "CPU")
-    torch.library.register_fake("flexops_standing::twice", torch.empty_like, lib=library)
+    torch.library.register_fake("flexops_standing::twice", lambda x, by: torch.empty_like(x), lib=library)
     monkeypatch.setitem(_register._libraries, "flexops_standing", library)
-    monkeypatch.setitem(_register._families, "standing", [op])
-    monkeypatch.setitem(_register.references, op, lambda x: x + x + 100)
+    monkeypatch.setitem(_register._families, "standing", [op.func])
+    monkeypatch.setitem(_register.references, op.func, lambda x, by: x * by + 100)
     _register._stand_in("standing", "CPU")
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
     with pytest.warns(loader.FallbackWarning, match="twice<odd>"):
