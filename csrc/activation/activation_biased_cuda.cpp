@@ -14,9 +14,9 @@ constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column al
 const Kernels<Biased> kBiased[2] = {{FLEXOPS_EACH_TYPE(kernel, biased, false), FLEXOPS_EACH_TYPE(rare_kernel, biased, false, 1)},
                                     {FLEXOPS_EACH_TYPE(kernel, biased, true), FLEXOPS_EACH_TYPE(rare_kernel, biased, true, 1)}};
 const Kernels<Summed> kBiasedSums[2] = {
-    {FLEXOPS_EACH_TYPE(kernel, biased_sums, false), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, false, 1)},
-    {FLEXOPS_EACH_TYPE(kernel, biased_sums, true), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, true, 1)}};
-const Kernels<Biased> kBiasedBackward = {FLEXOPS_EACH_TYPE(kernel, biased_backward), FLEXOPS_EACH_TYPE(rare_kernel, biased_backward, 1)};
+    {FLEXOPS_EACH_COMMON_TYPE(biased_sums, false), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, false, 1)},
+    {FLEXOPS_EACH_COMMON_TYPE(biased_sums, true), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, true, 1)}};
+const Kernels<Biased> kBiasedBackward = {FLEXOPS_EACH_COMMON_TYPE(biased_backward), FLEXOPS_EACH_TYPE(rare_kernel, biased_backward, 1)};
 
 bool takes_vectors(const BiasedActivation& c) {
   const int64_t n = 16 / element_size(c.type);

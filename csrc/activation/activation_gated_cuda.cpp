@@ -8,12 +8,12 @@ namespace {
 
 using namespace activation;
 
-// [pairs]
+// [pairs], which few models alternate.
 const Kernels<Gated> kGated[2] = {{FLEXOPS_EACH_TYPE(kernel, gated, false), FLEXOPS_EACH_TYPE(rare_kernel, gated, false, 1)},
-                                  {FLEXOPS_EACH_TYPE(kernel, gated, true), FLEXOPS_EACH_TYPE(rare_kernel, gated, true, 1)}};
+                                  {FLEXOPS_EACH_TYPE(rare_kernel, gated, true), FLEXOPS_EACH_TYPE(rare_kernel, gated, true, 1)}};
 const Kernels<Gated> kGatedBackward[2] = {
-    {FLEXOPS_EACH_TYPE(kernel, gated_backward, false), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, false, 1)},
-    {FLEXOPS_EACH_TYPE(kernel, gated_backward, true), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, true, 1)}};
+    {FLEXOPS_EACH_COMMON_TYPE(gated_backward, false), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, false, 1)},
+    {FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, true), FLEXOPS_EACH_TYPE(rare_kernel, gated_backward, true, 1)}};
 
 /// All that vectors are read from and written to.
 bool all_aligned(const GatedActivation& c) {

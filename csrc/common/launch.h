@@ -117,6 +117,10 @@ inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
 #define FLEXOPS_EACH_TYPE(which, name, ...) \
   {which<name<float, ##__VA_ARGS__>>, which<name<f16, ##__VA_ARGS__>>, which<name<bf16, ##__VA_ARGS__>>}
 
+/// The same where float16 is rare, as it is in training.
+#define FLEXOPS_EACH_COMMON_TYPE(name, ...) \
+  {kernel<name<float, ##__VA_ARGS__>>, rare_kernel<name<f16, ##__VA_ARGS__>>, kernel<name<bf16, ##__VA_ARGS__>>}
+
 // ---- the driver ------------------------------------------------------------------------------------------------------------------------
 
 namespace detail {

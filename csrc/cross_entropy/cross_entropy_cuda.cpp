@@ -20,8 +20,7 @@ int64_t vectors_of(const void* data, const Logits& shape) {
 
 /// A kernel for each type, of which logits seldom are float16.
 using Kernels = KernelOf<Params>[3];
-const Kernels kRows = {kernel<cross_entropy::cross_entropy_rows<float>>, rare_kernel<cross_entropy::cross_entropy_rows<f16>>,
-                       kernel<cross_entropy::cross_entropy_rows<bf16>>};
+const Kernels kRows = FLEXOPS_EACH_COMMON_TYPE(cross_entropy::cross_entropy_rows);
 /// Without gradients: 16-bit logits need fewer registers then.
 const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>, rare_kernel<cross_entropy::cross_entropy_rows<f16, false>>,
                               kernel<cross_entropy::cross_entropy_rows<bf16, false>>};

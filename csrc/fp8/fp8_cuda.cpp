@@ -14,13 +14,12 @@ constexpr int64_t kManyElements = 65536;  // of a single segment that many block
 
 /// A kernel for each type, of which few people quantize float16.
 using Kernels = KernelOf<Params>[3];
-#define FLEXOPS_BY_TYPE(name, ...) \
-  {kernel<scaled::name<float, ##__VA_ARGS__>>, rare_kernel<scaled::name<f16, ##__VA_ARGS__>>, kernel<scaled::name<bf16, ##__VA_ARGS__>>}
-const Kernels kQuantizeGroups = FLEXOPS_BY_TYPE(quantize_groups), kQuantizeShort = FLEXOPS_BY_TYPE(quantize_short);
-const Kernels kFindLargest = FLEXOPS_BY_TYPE(find_largest), kCastChunk = FLEXOPS_BY_TYPE(cast_chunk);
-const Kernels kDequantizeShort = FLEXOPS_BY_TYPE(dequantize_short), kDequantizeChunk = FLEXOPS_BY_TYPE(dequantize_chunk);
-const Kernels kQuantizeWide = FLEXOPS_BY_TYPE(quantize_long, true);
-#undef FLEXOPS_BY_TYPE
+const Kernels kQuantizeGroups = FLEXOPS_EACH_COMMON_TYPE(scaled::quantize_groups),
+              kQuantizeShort = FLEXOPS_EACH_COMMON_TYPE(scaled::quantize_short);
+const Kernels kFindLargest = FLEXOPS_EACH_COMMON_TYPE(scaled::find_largest), kCastChunk = FLEXOPS_EACH_COMMON_TYPE(scaled::cast_chunk);
+const Kernels kDequantizeShort = FLEXOPS_EACH_COMMON_TYPE(scaled::dequantize_short),
+              kDequantizeChunk = FLEXOPS_EACH_COMMON_TYPE(scaled::dequantize_chunk);
+const Kernels kQuantizeWide = FLEXOPS_EACH_COMMON_TYPE(scaled::quantize_long, true);
 const Kernels kQuantizeLong = {kernel<scaled::quantize_long<float, true>>, rare_kernel<scaled::quantize_long<f16, false>>,
                                kernel<scaled::quantize_long<bf16, false>>};
 

@@ -73,7 +73,7 @@ Plan make_plan(Backward& p, const NormBackward& a) {
 /// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
 KernelOf<Backward> find_walk(const NormBackward& a) {
   if (a.type == NormType::f32) return kernel<norm::backward_walk<float, true>>;
-  if (a.type == NormType::f16) return kernel<norm::backward_walk<f16, true>>;
+  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true>>;
   return a.centered ? kernel<norm::backward_walk<bf16, true>> : kernel<norm::backward_walk<bf16, false>>;
 }
 

@@ -32,7 +32,7 @@ const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const v
   if (launch_whole(p, rows.type, stream, error)) return error;
   const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
   const KernelOf<Params> kernels[] = {kernel<softmax::softmax_backward_rows<softmax::kF32>>,
-                                      kernel<softmax::softmax_backward_rows<softmax::kF16>>,
+                                      rare_kernel<softmax::softmax_backward_rows<softmax::kF16>>,
                                       kernel<softmax::softmax_backward_rows<softmax::kBf16>>};
   return launch(kernels[static_cast<int>(rows.type)], p, grid, stream);
 }

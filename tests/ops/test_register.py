@@ -223,7 +223,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: py
         return x * by
 
     library.impl("twice", native, "CPU")
-    torch.library.register_fake("flexops_standing::twice", lambda x, by: torch.empty_like(x), lib=library)
+    torch.library.register_fake("flexops_standing::twice", lambda x, **_: torch.empty_like(x), lib=library)
     monkeypatch.setitem(_register._libraries, "flexops_standing", library)
     monkeypatch.setitem(_register._families, "standing", [op.func])
     monkeypatch.setitem(_register.references, op.func, lambda x, by: x * by + 100)
