@@ -7,6 +7,7 @@
 //   attention_softmax.cuh           online softmax on the fragments of a matrix product, and their way to memory
 //   attention_forward_hopper.cuh    sm_90a: copy engine, wgmma, warp specialization
 //   attention_backward_hopper.cuh   the same, for the gradients
+//   attention_backward_queries_hopper.cuh   dQ alone, in a fixed order
 //   attention_mma.cuh               mma.sync and cp.async, for the three that follow
 //   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
 //   attention_decode.cuh            the same for few queries and many keys, which are split
@@ -74,9 +75,9 @@ struct ForwardParams {
 
 struct BackwardParams {
   Problem problem;
-  Tensor q, k, v, d_o, dk, dv;
-  const float *exponent, *delta;  // [heads_q, padded_rows]
-  float* dq_sums;                 // [heads_q, padded_rows, kDim]
+  Tensor q, k, v, d_o, dk, dv, dq;  // dq: of the kernel that computes it alone
+  const float *exponent, *delta;    // [heads_q, padded_rows]
+  float* dq_sums;                   // [heads_q, padded_rows, kDim]
   i64 padded_rows;
   int tiles;       // of keys, per sequence and key head
   int section;     // key heads

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     __syncthreads();  // the tile is there, the one before no longer used
     if (kStages > 1 && i + 1 < tiles) load_queries(head, m, (i + 1) % kStages);
 
-    float scores[kQueries / 2] = {}, dp[kQueries / 2] = {}, slope[Modifier::kPlain ? 1 : kQueries / 2];
+    float scores[kQueries / 2] = {}, dp[kQueries / 2] = {};
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       u32 left[4], right[4];
@@ -127,11 +127,12 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
         mma_pair<T>(&dp[8 * j], left, right);
       }
     }
-    modify_transposed<Modifier>(scores, slope, problem, number.batch, now_head, key, first + lane_column());
-    if (is_partial(problem, s, first, kQueries, n * kN, kN)) mask_transposed(scores, problem, s, key, first + lane_column());
     const u32 row_bytes = (stage * kM + split * kQueries + lane_column()) * 4;
+    subtract(dp, k + Shape::kDelta + row_bytes);
+    modify_transposed<Modifier>(scores, dp, problem, number.batch, now_head, key, first + lane_column());
+    if (is_partial(problem, s, first, kQueries, n * kN, kN)) mask_transposed(scores, problem, s, key, first + lane_column());
     weigh(scores, scale, k + Shape::kExponent + row_bytes);
-    score_gradient<Modifier>(dp, scores, slope, k + Shape::kDelta + row_bytes);
+    multiply(dp, scores);
     u32 weights[kQueries / 4], ds[kQueries / 4];
     pack<T>(weights, scores), pack<T>(ds, dp);
     Ds::store_words(ds_tile, warp_key, split * kQueries, ds);

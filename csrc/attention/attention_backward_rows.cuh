@@ -28,7 +28,7 @@ struct BackwardRowsParams {
   const float *lse, *d_lse;  // d_lse: null if there is none
   i64 lse_batch, lse_head;   // of both
   float *exponent, *delta;   // [heads_q, padded_rows]
-  float* dq_sums;            // [heads_q, padded_rows, kDim], within kM rows in the order of fragments
+  float* dq_sums;            // [heads_q, padded_rows, kDim], within tiles of rows in the order of fragments; null if there are none
   Tensor dq;                 // "after" writes it
   i64 padded_rows;
 };
@@ -66,19 +66,19 @@ __global__ void __launch_bounds__(kRowThreads) backward_before(const FLEXOPS_GRI
       p.delta[padded + row] = inside && p.d_lse ? sum - p.d_lse[lse] : sum;
     }
   }
+  if (!p.dq_sums) return;
   auto* zeros = reinterpret_cast<float4*>(p.dq_sums + padded * kDim);
   for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads) zeros[i] = float4{0, 0, 0, 0};
 }
 
-/// grid: (tiles of kM rows, heads_q, batch); a warpgroup for each fragment that the backward kernel has of a tile: kM / 64 of rows, or,
-/// with kM = 64, two halves of the columns.
-template <class T, int kDim, int kM>
+/// grid: (tiles of 64 rows, heads_q, batch); half of the columns for 128 threads each.
+template <class T, int kDim>
 __global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
-  constexpr int kColumns = kM == 64 ? kDim / 2 : kDim;
+  constexpr int kColumns = kDim / 2;
   const Sequence s(p.problem, blockIdx.z, blockIdx.y);
-  const int first = blockIdx.x * kM, group = static_cast<int>(threadIdx.x) / 128, thread = static_cast<int>(threadIdx.x) % 128;
+  const int first = blockIdx.x * 64, half = static_cast<int>(threadIdx.x) / 128, thread = static_cast<int>(threadIdx.x) % 128;
   if (first >= s.length_q) return;
-  const float* sums = p.dq_sums + (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim + group * (64 * kColumns) + thread * 4;
+  const float* sums = p.dq_sums + (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim + half * (64 * kColumns) + thread * 4;
   float dq[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID
     dq[4 * i] = four.x * p.problem.scale, dq[4 * i + 1] = four.y * p.problem.scale;
     dq[4 * i + 2] = four.z * p.problem.scale, dq[4 * i + 3] = four.w * p.problem.scale;
   }
-  const int row = first + (kM == 64 ? 0 : group * 64) + thread / 32 * 16 + lane_row();
-  store_query_gradient<T>(p.dq, s, row, dq, p.problem.head_dim, kM == 64 ? group * kColumns : 0);
+  store_query_gradient<T>(p.dq, s, first + thread / 32 * 16 + lane_row(), dq, p.problem.head_dim, half * kColumns);
 }
 
 }  // namespace flexops::attention

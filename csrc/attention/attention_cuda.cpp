@@ -1,9 +1,10 @@
 // Attention's launchers: which kernel, its tiles, tensor maps and grid. The kernels' pages say what the tiles are; which ones are taken was
-// measured (docs/benchmarks/2026-11-22-attention.md).
+// measured (docs/benchmarks/2026-11-22-attention.md and 2026-11-23-attention-backward.md).
 
 #include "attention/attention.h"
 #include "attention/attention_backward.cuh"
 #include "attention/attention_backward_hopper.cuh"
+#include "attention/attention_backward_queries_hopper.cuh"
 #include "attention/attention_decode.cuh"
 #include "attention/attention_forward.cuh"
 #include "attention/attention_forward_hopper.cuh"
@@ -15,7 +16,7 @@ namespace {
 using attention::BackwardHopper, attention::BackwardHopperParams, attention::BackwardParams, attention::BackwardRowsParams,
     attention::BackwardShape, attention::Decode, attention::DecodeParams, attention::Defined, attention::ForwardHopper,
     attention::ForwardHopperParams, attention::ForwardParams, attention::ForwardShape, attention::Modified, attention::Plain,
-    attention::Problem;
+    attention::Problem, attention::QueryGradient;
 
 // Tests' choices; see the end of this file.
 bool hopper_allowed = true;
@@ -124,17 +125,17 @@ struct Backward {
   Variants<Params> variants;
   KernelOf<BackwardRowsParams> before[2], after[2];
 };
-template <int D, int M>
+template <int D>
 constexpr Backward<BackwardHopperParams> backward_hopper_tiling() {
-  using Shape = BackwardHopper<bf16, D, D, M>;
+  using Shape = BackwardHopper<D, D, true>;
   return {D,
-          M,
+          Shape::kM,
           Shape::kN,
           Shape::kThreads,
           Shape::kBytes,
-          FLEXOPS_VARIANTS(backward_hopper, D, D, M),
+          FLEXOPS_VARIANTS(backward_hopper, D, D, true),
           {kernel<attention::backward_before<f16, D>>, kernel<attention::backward_before<bf16, D>>},
-          {kernel<attention::backward_after<f16, D, M>>, kernel<attention::backward_after<bf16, D, M>>}};
+          {kernel<attention::backward_after<f16, D>>, kernel<attention::backward_after<bf16, D>>}};
 }
 template <int D, int M, int N, int kStages>
 constexpr Backward<BackwardParams> backward_tiling() {
@@ -151,8 +152,39 @@ constexpr Backward<BackwardParams> backward_tiling() {
 
 int64_t widest(const Attention& p) { return p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v; }
 
+/// Where dQ is to be summed in a fixed order: dK and dV, and dQ, by kernels of their own.
+struct BackwardApart {
+  int dim, rows, keys, threads, bytes;
+  Variants<BackwardHopperParams> variants;
+  int queries_rows, queries_keys, queries_threads, queries_bytes;
+  Variants<BackwardHopperParams> queries;
+  KernelOf<BackwardRowsParams> before[2];
+};
+template <int D, int N, int kStagesV>
+constexpr BackwardApart backward_apart() {
+  using Shape = BackwardHopper<D, D, false>;
+  using Queries = QueryGradient<D, D, N, 2, kStagesV>;
+  return {D,
+          Shape::kM,
+          Shape::kN,
+          Shape::kThreads,
+          Shape::kBytes,
+          FLEXOPS_VARIANTS(backward_hopper, D, D, false),
+          Queries::kM,
+          Queries::kN,
+          Queries::kThreads,
+          Queries::kBytes,
+          FLEXOPS_VARIANTS(backward_queries_hopper, D, D, N, 2, kStagesV),
+          {kernel<attention::backward_before<f16, D>>, kernel<attention::backward_before<bf16, D>>}};
+}
+const BackwardApart& choose_backward_apart(const Attention& p) {
+  static constexpr BackwardApart kNarrow = backward_apart<64, 128, 2>(), kWide = backward_apart<128, 128, 2>(),
+                                 kWidest = backward_apart<256, 64, 1>();
+  return widest(p) <= 64 ? kNarrow : widest(p) <= 128 ? kWide : kWidest;
+}
+/// Of up to 128 columns.
 const Backward<BackwardHopperParams>& choose_backward_hopper(const Attention& p) {
-  static constexpr Backward<BackwardHopperParams> kNarrow = backward_hopper_tiling<64, 64>(), kWide = backward_hopper_tiling<128, 64>();
+  static constexpr Backward<BackwardHopperParams> kNarrow = backward_hopper_tiling<64>(), kWide = backward_hopper_tiling<128>();
   return widest(p) <= kNarrow.dim ? kNarrow : kWide;
 }
 const Backward<BackwardParams>& choose_backward(const Attention& p) {
@@ -198,6 +230,14 @@ attention::Tensor make_tensor(const AttentionTensor& t) { return {t.data, t.batc
 int section_of(int64_t heads, int64_t bytes_of_head, int64_t group) {
   const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head / group * group : heads;
   return static_cast<int>(least(heads, fitting > group ? fitting : group));
+}
+
+/// The same backward, of key heads: at least so many that all multiprocessors have a block of them, and none much smaller than the others.
+/// The last one's long blocks are otherwise alone at the end.
+int section_of_keys(int64_t heads, int64_t bytes_of_head, int64_t tiles) {
+  const int64_t fewest = ceil_div(gpu_facts().processors, tiles > 0 ? tiles : 1), fitting = section_of(heads, bytes_of_head, 1);
+  const int64_t sections = heads / least(heads, fewest > fitting ? fewest : fitting);
+  return static_cast<int>(ceil_div(heads, sections));
 }
 
 /// The copy engine's description of a tensor, of which it loads `rows` rows of a panel of columns at once. What lies outside is zeros.
@@ -292,44 +332,94 @@ int64_t padded_rows(const Attention& a) {
   return kTile * (a.packed() ? ceil_div(a.rows_q + a.batch * kTile, kTile) : a.batch * ceil_div(a.length_q, kTile));
 }
 
+BackwardRowsParams make_rows(const AttentionBackward& c, float* workspace) {
+  const int64_t padded = padded_rows(c.problem), rows = c.problem.heads_q * padded;
+  BackwardRowsParams r = {};
+  r.problem = make_problem(c.problem);
+  r.o = make_tensor(c.o), r.d_o = make_tensor(c.d_o), r.dq = make_tensor(c.dq);
+  r.lse = c.lse, r.d_lse = c.d_lse, r.lse_batch = c.lse_batch, r.lse_head = c.lse_head;
+  r.exponent = workspace, r.delta = workspace + rows, r.dq_sums = workspace + 2 * rows, r.padded_rows = padded;
+  return r;
+}
+/// Of the kernel that goes over keys in blocks of `keys`.
+BackwardParams make_backward(const AttentionBackward& c, const BackwardRowsParams& r, int64_t dim, int64_t keys) {
+  const Attention& a = c.problem;
+  BackwardParams p = {};
+  p.problem = r.problem;
+  p.q = make_tensor(c.q), p.k = make_tensor(c.k), p.v = make_tensor(c.v), p.d_o = r.d_o;
+  p.dk = make_tensor(c.dk), p.dv = make_tensor(c.dv), p.dq = r.dq;
+  p.exponent = r.exponent, p.delta = r.delta, p.dq_sums = r.dq_sums, p.padded_rows = r.padded_rows;
+  p.tiles = static_cast<int>(ceil_div(a.length_k, keys));
+  p.section = section_of_keys(a.batch * a.heads_k, a.length_q * (a.heads_q / a.heads_k) * dim * 8, p.tiles);  // Q, dO, and dQ in float32
+  return p;
+}
+
+constexpr unsigned kRowThreads = attention::kRowThreads;
+LaunchConfig rows_config(const Attention& a, int64_t rows, void* stream) {
+  return {blocks(ceil_div(a.length_q, rows), a.heads_q, a.batch), {kRowThreads}, stream};
+}
+
 /// Both ways: the kernel, between those of rows. `queue` puts it into the stream.
 template <class Tiling, class Queue>
 const char* launch_backward(const AttentionBackward& c, const Tiling& tiling, void* workspace, void* stream, const Queue& queue) {
   const Attention& a = c.problem;
-  const int64_t padded = padded_rows(a), rows = a.heads_q * padded, tiles = ceil_div(a.length_k, tiling.keys);
+  const BackwardRowsParams r = make_rows(c, static_cast<float*>(workspace));
+  BackwardParams p = make_backward(c, r, tiling.dim, tiling.keys);
+  const int tiles = p.tiles;
   if (!fits_grid(tiles, a.batch, a.heads_k)) return kTooMany;
-  float *exponent = static_cast<float*>(workspace), *delta = exponent + rows, *sums = delta + rows;
-  const bool is_bf16 = a.type == AttentionType::bf16;
-
-  BackwardRowsParams r = {};
-  r.problem = make_problem(a);
-  r.o = make_tensor(c.o), r.d_o = make_tensor(c.d_o), r.dq = make_tensor(c.dq);
-  r.lse = c.lse, r.d_lse = c.d_lse, r.lse_batch = c.lse_batch, r.lse_head = c.lse_head;
-  r.exponent = exponent, r.delta = delta, r.dq_sums = sums, r.padded_rows = padded;
-
-  BackwardParams p = {};
-  p.problem = r.problem;
-  p.q = make_tensor(c.q), p.k = make_tensor(c.k), p.v = make_tensor(c.v), p.d_o = r.d_o, p.dk = make_tensor(c.dk), p.dv = make_tensor(c.dv);
-  p.exponent = exponent, p.delta = delta, p.dq_sums = sums, p.padded_rows = padded;
-  const int64_t heads = a.batch * a.heads_k, group = a.heads_q / a.heads_k;
-  p.section = section_of(heads, a.length_q * group * tiling.dim * 8, 1);  // Q, dO, and dQ in float32
-
-  const unsigned threads = attention::kRowThreads;
-  const bool some = a.length_q > 0;
-  if (some) launch(tiling.before[is_bf16], {blocks(ceil_div(a.length_q, attention::kRowTile), a.heads_q, a.batch), {threads}, stream}, r);
+  const bool is_bf16 = a.type == AttentionType::bf16, some = a.length_q > 0;
+  if (some) launch(tiling.before[is_bf16], rows_config(a, attention::kRowTile, stream), r);
   // In a fixed order, blocks of keys are launches of their own: within one, each element of dQ is added to once.
-  const int64_t each = c.deterministic ? 1 : tiles;
-  for (int64_t first = 0; first < tiles; first += each) {
-    p.first_tile = static_cast<int>(first), p.tiles = static_cast<int>(each);
-    queue(p, LaunchConfig{blocks(each * heads), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes});
+  const int each = c.deterministic ? 1 : tiles;
+  for (int first = 0; first < tiles; first += each) {
+    p.first_tile = first, p.tiles = each;
+    queue(p, LaunchConfig{blocks(each * a.batch * a.heads_k), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes});
   }
-  if (some) launch(tiling.after[is_bf16], {blocks(ceil_div(a.length_q, tiling.rows), a.heads_q, a.batch), {threads}, stream}, r);
+  if (some) launch(tiling.after[is_bf16], rows_config(a, tiling.rows, stream), r);
+  return last_error();
+}
+
+/// The maps of a kernel that loads so many queries and keys at once.
+BackwardHopperParams make_backward_maps(const AttentionBackward& c, int dim, int rows, int keys) {
+  const Attention& a = c.problem;
+  BackwardHopperParams p = {};
+  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, dim, rows);
+  p.d_o = make_map(c.d_o, a, a.head_dim_v, a.rows_q, a.heads_q, dim, rows);
+  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, dim, keys);
+  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, dim, keys);
+  return p;
+}
+
+/// On Hopper in a fixed order: dK and dV, then dQ, by kernels of their own.
+const char* launch_backward_apart(const AttentionBackward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  const BackwardApart& tiling = choose_backward_apart(a);
+  BackwardRowsParams r = make_rows(c, static_cast<float*>(workspace));
+  r.dq_sums = nullptr;
+  launch(tiling.before[a.type == AttentionType::bf16], rows_config(a, attention::kRowTile, stream), r);
+  BackwardHopperParams p = make_backward_maps(c, tiling.dim, tiling.rows, tiling.keys);
+  p.call = make_backward(c, r, tiling.dim, tiling.keys);
+  if (!fits_grid(p.call.tiles, a.batch, a.heads_k)) return kTooMany;
+  launch(tiling.variants.of(a, modifier_of(a)),
+         LaunchConfig{blocks(p.call.tiles * a.batch * a.heads_k), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
+  const BackwardParams call = p.call;
+  p = make_backward_maps(c, tiling.dim, tiling.queries_rows, tiling.queries_keys);
+  p.call = call;
+  const int64_t group = a.heads_q / a.heads_k;
+  p.call.tiles = static_cast<int>(ceil_div(a.length_q, tiling.queries_rows));
+  p.call.section = section_of(a.batch * a.heads_q, a.length_k * tiling.dim * 4 / group, group);  // K and V
+  if (!fits_grid(p.call.tiles, a.batch, a.heads_q)) return kTooMany;
+  launch(tiling.queries.of(a, modifier_of(a)),
+         LaunchConfig{
+             blocks(p.call.tiles * a.batch * a.heads_q), {static_cast<unsigned>(tiling.queries_threads)}, stream, tiling.queries_bytes},
+         p);
   return last_error();
 }
 
 /// The copy engine cannot be told of tensors without rows.
 bool takes_hopper(const Attention& a) { return is_hopper() && a.rows_q > 0 && a.rows_k > 0; }
-bool takes_hopper_backward(const Attention& a) { return takes_hopper(a) && widest(a) <= 128; }
+/// Of more than 128 columns that is faster, too.
+bool takes_backward_apart(const AttentionBackward& c) { return c.deterministic || widest(c.problem) > 128; }
 bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
 
 }  // namespace
@@ -345,7 +435,8 @@ int64_t attention_workspace(const AttentionForward& call) {
 int64_t attention_workspace(const AttentionBackward& call) {
   const Attention& a = call.problem;
   if (is_empty(a)) return 0;
-  const int64_t dim = takes_hopper_backward(a) ? choose_backward_hopper(a).dim : choose_backward(a).dim;
+  const bool hopper = takes_hopper(a);
+  const int64_t dim = !hopper ? choose_backward(a).dim : takes_backward_apart(call) ? 0 : choose_backward_hopper(a).dim;
   return a.heads_q * padded_rows(a) * (2 + dim) * 4;
 }
 
@@ -383,18 +474,15 @@ const char* attention_cuda(const AttentionForward& c, void* workspace, void* str
 const char* attention_backward_cuda(const AttentionBackward& c, void* workspace, void* stream) {
   const Attention& a = c.problem;
   if (is_empty(a)) return nullptr;
-  if (!takes_hopper_backward(a)) {
+  if (!takes_hopper(a)) {
     const auto& tiling = choose_backward(a);
     return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& p, const LaunchConfig& config) {
       launch(tiling.variants.of(a, modifier_of(a)), config, p);
     });
   }
+  if (takes_backward_apart(c)) return launch_backward_apart(c, workspace, stream);
   const auto& tiling = choose_backward_hopper(a);
-  BackwardHopperParams p = {};
-  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
-  p.d_o = make_map(c.d_o, a, a.head_dim_v, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
-  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
-  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  BackwardHopperParams p = make_backward_maps(c, tiling.dim, tiling.rows, tiling.keys);
   return launch_backward(c, tiling, workspace, stream, [&](const BackwardParams& call, const LaunchConfig& config) {
     p.call = call;
     launch(tiling.variants.of(a, modifier_of(a)), config, p);

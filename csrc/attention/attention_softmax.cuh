@@ -47,22 +47,31 @@ FLEXOPS_DEVICE void mask(float (&scores)[N], const Problem& p, const Sequence& s
   }
 }
 
-/// The same for scores that are transposed, rows being keys; `slope` is left as it is with a plain modifier.
-template <class Modifier, int N, int M>
-FLEXOPS_DEVICE void modify_transposed(float (&scores)[N], float (&slope)[M], const Problem& p, int batch, int head, int key, int query) {
+/// The same for scores that are transposed, rows being keys. `gradient`, dP - delta, becomes that of the product.
+template <class Modifier, int N>
+FLEXOPS_DEVICE void modify_transposed(float (&scores)[N], float (&gradient)[N], const Problem& p, int batch, int head, int key, int query) {
   if constexpr (!Modifier::kPlain) {
     const Sequence s(p, batch, head);
     const Modifier modifier(p, s);
 #pragma unroll
-    for (int i = 0; i < N; ++i) scores[i] = modifier(scores[i], query + i / 4 * 8 + i % 2, key + i / 2 % 2 * 8, slope[i]);
+    for (int i = 0; i < N; ++i) {
+      float slope;
+      scores[i] = modifier(scores[i], query + i / 4 * 8 + i % 2, key + i / 2 % 2 * 8, slope);
+      gradient[i] *= slope;
+    }
   }
 }
 template <int N>
 FLEXOPS_DEVICE void mask_transposed(float (&scores)[N], const Problem& p, const Sequence& s, int key, int query) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const Visible visible(p, s, query + i / 4 * 8 + i % 2);
-    if (!visible(key + i / 2 % 2 * 8)) scores[i] = -infinity();
+  for (int r = 0; r < 2; ++r) {
+    const int diagonal = key + 8 * r - s.offset - query, lowest = diagonal - p.window_right;  // queries, from `query` on
+    const int highest = key + 8 * r < s.length_k ? diagonal + p.window_left + 1 : 0;
+#pragma unroll
+    for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
+      const int column = i / 4 * 8 + i % 2;
+      if (column < lowest || column >= highest) scores[i] = -infinity();
+    }
   }
 }
 
@@ -81,18 +90,21 @@ FLEXOPS_DEVICE void weigh(float (&scores)[N], float scale, u32 exponents) {
     for (int r = 0; r < 4; ++r) scores[4 * j + r] = exp2_approx(fmaf(scores[4 * j + r], scale, -(r % 2 ? exponent.y : exponent.x)));
   }
 }
-/// dP becomes dS = weight (dP - delta) slope, both transposed.
-template <class Modifier, int N, int M>
-FLEXOPS_DEVICE void score_gradient(float (&dp)[N], const float (&weights)[N], const float (&slope)[M], u32 deltas) {
+/// dP - delta, transposed. `deltas`: those of the lane's first column on.
+template <int N>
+FLEXOPS_DEVICE void subtract(float (&dp)[N], u32 deltas) {
 #pragma unroll
   for (int j = 0; j < N / 4; ++j) {
     const float2 delta = load_shared_pair(deltas + 32 * j);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      dp[4 * j + r] = weights[4 * j + r] * (dp[4 * j + r] - (r % 2 ? delta.y : delta.x));
-      if constexpr (!Modifier::kPlain) dp[4 * j + r] *= slope[4 * j + r];
-    }
+    for (int r = 0; r < 4; ++r) dp[4 * j + r] -= r % 2 ? delta.y : delta.x;
   }
+}
+/// dP - delta becomes dS.
+template <int N>
+FLEXOPS_DEVICE void multiply(float (&gradient)[N], const float (&weights)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) gradient[i] *= weights[i];
 }
 
 /// The running maximum and sum of a lane's two rows; the sum is of the lane's own columns until the end.

@@ -138,6 +138,11 @@ FLEXOPS_DEVICE void pin(float (&registers)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
+template <int N>
+FLEXOPS_DEVICE void pin(u32 (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
 /// Waits until at most kPending groups are under way; what the others computed may then be read.
 template <int kPending, int... N>
 FLEXOPS_DEVICE void wgmma_wait(float (&... done)[N]) {

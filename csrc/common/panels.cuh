@@ -38,15 +38,15 @@ struct Panels {
   static FLEXOPS_DEVICE void load_right_transposed(u32 (&out)[4], u32 tile, int row, int column) {
     load_matrices<true>(out, matrices(tile, row, lane() % 16, column, lane() / 16));
   }
-  /// A warp's 16 rows of packed fragments (as a left operand has them) to the rows from `row` on. sm_90.
+  /// A warp's 16 rows of packed fragments (as a left operand has them) to the rows from `row` and the columns from `column` on. sm_90.
   template <int N>
-  static FLEXOPS_DEVICE void store_matrices(u32 tile, int row, const u32 (&words)[N]) {
+  static FLEXOPS_DEVICE void store_matrices(u32 tile, int row, const u32 (&words)[N], int column = 0) {
 #pragma unroll
     for (int i = 0; i < N / 4; ++i)
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place(tile, row + lane() % 16, 2 * i + lane() / 16)),
-          "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
-          : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       matrices(tile, row, lane() % 16, column + 16 * i, lane() / 16)),
+                   "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
+                   : "memory");
   }
   /// The same by plain stores, to the columns from `column` on.
   template <int N>

@@ -382,14 +382,24 @@ def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
 # ---- always the same ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_deterministic_gradients(columns: int) -> None:
+def test_deterministic_gradients(columns: int, causal: bool) -> None:
     q, k, v = (x.requires_grad_() for x in qkv(1100, 1500, 8, 4, columns))
     grad = rand(2, 1100, 8, columns)
-    runs = [torch.autograd.grad(flexops.attention(q, k, v, causal=True, deterministic=True), (q, k, v), grad) for _ in range(4)]
+    runs = [torch.autograd.grad(flexops.attention(q, k, v, causal=causal, deterministic=True), (q, k, v), grad) for _ in range(4)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
-    assert_close(errors(q, k, v, causal=True, deterministic=True), torch.bfloat16)
+    assert_close(errors(q, k, v, causal=causal, deterministic=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_deterministic_gradients_with_all_modifiers(columns: int) -> None:
+    """By the kernels that compute dQ alone: soft cap, ALiBi, bias, sinks, a window, and rows that see nothing."""
+    q, k, v = qkv(300, 230, 4, 2, columns)
+    options = {"alibi_slopes": torch.rand(4, device="cuda"), "bias": torch.randn(2, 1, 300, 230, device="cuda"), "sinks": torch.randn(4, device="cuda")}
+    assert_close(errors(q * 3, k * 3, v, causal=True, softcap=20.0, window=(90, None), with_lse=True, deterministic=True, **options), torch.bfloat16)
+    assert_close(errors(q, k, v, score_mod=SCORE_MODS[1], deterministic=True), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("way")
