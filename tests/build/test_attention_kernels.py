@@ -53,7 +53,7 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
     kernels = {name.partition("<")[0]: name for name in device_code.rare_names_in(library) if name.endswith("Defined>") and device_code.fitted(name, one)}
     if architecture == "8.0":
         kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
-    assert len(kernels) == (3 if architecture == "8.0" else 5)
+    assert len(kernels) == (3 if architecture == "8.0" else 6)
     plans = [provider.plan_kernel(SPEC, name, one, found[version], provider_texts.of(score_mod.number)) for name in kernels.values()]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
