@@ -18,7 +18,7 @@
 //   Of the server: dQ (64 queries by kDqColumns).
 //
 //   Consumer, for tile i of queries, what the tensor cores do | and the other units beside it:
-//     dP(i)                          |  P(i) = 2^(S(i) - LSE)
+//     dP(i)                          |  P(i) = 2^(S(i) - LSE), by the wait for dS's place kept before the one for dP
 //                                    |  dS(i), to shared memory
 //     dV(i), dK(i), S(i + 1)         |
 //   What stands alone here runs beside the products of the other consumer and of the server. No accumulator is under way where the loop
@@ -269,6 +269,12 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       }
       if (is_partial(problem, s, first, kQueries, first_key, 64)) mask_transposed(scores, problem, s, key, query);
       weigh(scores, scale, shape.exponent(turn.stage) + row_bytes);
+      // dS has a place. A branch, too, without which ptxas waits for dP before it has computed the weights.
+      if constexpr (Shape::kQueryGradient) {
+        wait(shape.ds_empty(turn_ds.stage), turn_ds.parity ^ 1);
+      } else {
+        wait(shape.do_full(turn.stage), turn.parity);
+      }
       if constexpr (Modifier::kPlain) {
         wgmma_wait<0>(dp);
         subtract(dp, deltas);
@@ -277,12 +283,6 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       u32 weights[kQueries / 4], ds[kQueries / 4];
       pack<T>(ds, dp);
       pin(ds), pin(scores);
-      // A branch, before which the weights are not packed: beside dP they would take more registers than there are.
-      if constexpr (Shape::kQueryGradient) {
-        wait(shape.ds_empty(turn_ds.stage), turn_ds.parity ^ 1);
-      } else {
-        wait(shape.do_full(turn.stage), turn.parity);
-      }
       pack<T>(weights, scores);
 
       const auto start_dv = [&] {

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "attention/attention_backward_hopper.cuh"
+#include "common/hopper.cuh"
 
 namespace flexops::attention {
 
