@@ -402,16 +402,28 @@ inline const Gpu& gpu_facts() {
 }
 
 #if !FLEXOPS_HIP
-/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. For one configuration a kernel: the answer
-/// of each GPU and cluster size is kept.
+/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. A thread keeps its latest answers.
 template <typename... A>
 int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) {
-  constexpr unsigned kSizes = 9;
-  static int known[kMaxGpus][kSizes];  // one more than the answer; races write the same
-  if (current_gpu() >= kMaxGpus || config.cluster >= kSizes) return 0;
-  int& answer = known[current_gpu()][config.cluster];
-  if (answer == 0) answer = detail::ask_clusters(*kernel.kernel, config) + 1;
-  return answer - 1;
+  struct Answer {
+    const Kernel* kernel;
+    int gpu;
+    unsigned cluster, threads;
+    int64_t shared_bytes;
+    int clusters;
+  };
+  constexpr unsigned kKept = 16;
+  thread_local Answer known[kKept];
+  thread_local unsigned oldest = 0;
+  for (const Answer& answer : known) {
+    if (answer.kernel == kernel.kernel && answer.gpu == current_gpu() && answer.cluster == config.cluster &&
+        answer.threads == config.block.x && answer.shared_bytes == config.shared_bytes)
+      return answer.clusters;
+  }
+  Answer& answer = known[oldest++ % kKept];
+  answer = {kernel.kernel,  current_gpu(),       config.cluster,
+            config.block.x, config.shared_bytes, detail::ask_clusters(*kernel.kernel, config)};
+  return answer.clusters;
 }
 #endif
 

@@ -5,8 +5,9 @@
 // second-level cache is asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also where every call
 // had other tensors. Backward: blocks walk over the rows with the next ones already on their way to shared memory. A thread has the same
 // columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
-// atomics: the same bits every time. The rest (few rows, rows that are very long or not made of aligned 16-byte vectors, mixed types) takes
-// simpler kernels: forward these hold a row in shared memory and read again what that does not hold, backward they read twice.
+// atomics: the same bits every time. On GPUs with clusters, the blocks of one share rows that are too long for a block (forward in bf16).
+// The rest (few rows, rows that are very long or not made of aligned 16-byte vectors, mixed types) takes simpler kernels: forward these
+// hold a row in shared memory and read again what that does not hold, backward they read twice.
 #pragma once
 
 #include "common/async.cuh"

@@ -6,6 +6,7 @@
 #include "norm/norm_forward_layer.cuh"
 #include "norm/norm_forward_long.cuh"
 #include "norm/norm_forward_ragged.cuh"
+#include "norm/norm_forward_ring.cuh"
 #include "norm/norm_forward_rows.cuh"
 #include "norm/norm_forward_short.cuh"
 #include "norm/norm_launch.h"
@@ -132,6 +133,33 @@ struct Share {
   }
 };
 
+/// Launches the kernel that streams long rows through clusters' shared memory, if it takes these rows and the GPU has clusters. In float32
+/// and float16 it was slower than the others.
+bool launch_ring(const NormForward& a, Forward& p, void* stream) {
+#if FLEXOPS_HIP
+  (void)a, (void)p, (void)stream;
+  return false;
+#else
+  const int64_t vector = 16 / norm::size_of(a.type), vectors = a.columns / vector, most = norm::kRingPart / (a.residual ? 2 : 1);
+  if (a.codes != NormCodes::none || a.type != NormType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
+  if ((a.weight || a.bias) && a.weight_type != a.type) return false;
+  int64_t size = 2;
+  while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
+  if (vectors > size * most || gpu_facts().capability < 90) return false;
+  constexpr int64_t kLine = 8;  // vectors
+  p.blocks = static_cast<int>(size), p.vectors = static_cast<int>(vectors);
+  p.held = static_cast<int>(ceil_div(ceil_div(vectors, size), kLine) * kLine);
+  const auto ring = a.centered ? rare_kernel<norm::forward_ring<bf16, true>> : rare_kernel<norm::forward_ring<bf16, false>>;
+  LaunchConfig config{blocks(size), {norm::kRingThreads + norm::kNarrowWarp}, stream, norm::kRingBytes};
+  config.cluster = static_cast<unsigned>(size);
+  const int64_t clusters = least(resident_clusters(ring, config), a.rows);
+  if (clusters <= 0) return false;
+  config.grid = blocks(clusters * size);
+  launch(ring, config, p);
+  return true;
+#endif
+}
+
 }  // namespace
 
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
@@ -149,6 +177,7 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.type = static_cast<norm::Type>(a.type), p.row_type = static_cast<norm::Type>(a.row_type);
   p.weight_type = static_cast<norm::Type>(a.weight_type), p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
+  if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
   int64_t shared_bytes = 0;
   if (way.slot == 0) {

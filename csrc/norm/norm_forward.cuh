@@ -14,6 +14,7 @@ struct Forward {
   int columns, vectors;  // of a row
   int lanes;             // that share a row
   int held;              // vectors or pieces of a thread that shared memory holds
+  int blocks;            // of a cluster, which has a row
   float eps, inverse;    // 1 / columns
   Type type, row_type, weight_type;
   Codes codes;

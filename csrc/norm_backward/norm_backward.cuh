@@ -1,6 +1,7 @@
 // The norms' backward kernels.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "norm/norm.cuh"
 
 namespace flexops::norm {
@@ -12,9 +13,11 @@ struct Backward {
   void* grad_x;
   float *partial_weight, *partial_bias;
   i64 rows, x_stride, grad_stride, grad_residual_stride;
-  i64 rows_per_block;  // backward_parameters: that a block sums up
+  i64 rows_per_block;          // backward_parameters: that a block sums up
+  int block_step, group_step;  // backward_walk: rows from a block's first one to the next block's, and from one group's to the next group's
   int columns, vectors;
-  int lanes;  // that share a row
+  int lanes;   // that share a row
+  int blocks;  // of a cluster that shares a row
   float inverse;
   Type type, weight_type;
   bool centered;
@@ -95,12 +98,17 @@ struct Weight {
 /// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows. Each thread fetches its vectors into slots
 /// of its own, so that it waits for nobody, while it works on the row before; both passes read them there, and registers are left for the
 /// sums. A slot is filled again as soon as it has been read the second time.
-template <typename T, bool kCentered>
+template <typename T, bool kCentered, bool kClustered>
 __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int V = kVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
-  const Group g(p.lanes, false);
+  __shared__ ClusterExchange<2> exchange;  // of a row, received before the next one's is sent
+  Group g(p.lanes, kClustered);
+  if constexpr (kClustered) {
+    g.lane += cluster_rank() * kParts * g.lanes;
+    if (threadIdx.x == 0) exchange.init();
+  }
   const Lasting lasting(p.lasting);
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
@@ -133,14 +141,18 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   };
 
   const int together = g.count;
-  const i64 step = i64(gridDim.x) * together;
-  i64 first = i64(blockIdx.x) * together;  // of the block's rows: the same for all threads, so that warps stay together
+  const u32 walkers = kClustered ? gridDim.x / static_cast<u32>(p.blocks) : gridDim.x;  // blocks, or clusters of them
+  const u32 walker = kClustered ? blockIdx.x / static_cast<u32>(p.blocks) : blockIdx.x;
+  const i64 step = i64(walkers) * together;
+  i64 first = i64(walker) * p.block_step;  // of the block's rows: the same for all threads, so that warps stay together
 #pragma unroll 1
-  for (int ahead = 0; ahead < kStages; ++ahead) fetch_row(first + g.index + ahead * step, ahead);
-  Statistics next = load_statistics(p, first + g.index);
+  for (int ahead = 0; ahead < kStages; ++ahead) fetch_row(first + i64(g.index) * p.group_step + ahead * step, ahead);
+  Statistics next = load_statistics(p, first + i64(g.index) * p.group_step);
   int stage = 0;
+  u32 turn = 0;
+  if constexpr (kClustered) exchange.open();
   for (; first < p.rows; first += step) {
-    const i64 row = first + g.index;
+    const i64 row = first + i64(g.index) * p.group_step;
     const Statistics s = next;
     next = load_statistics(p, row + step);
     async_wait(1);
@@ -158,7 +170,21 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
         if (kCentered) sums[kSums - 1] += grad[i];
       }
     }
-    group_reduce<false>(sums, Sum{}, g, shared[stage]);
+    if constexpr (kClustered) {
+      const int warps = g.lanes / kNarrowWarp;
+      exchange.send(turn, {warp_reduce<kNarrowWarp>(sums[0], Sum{}), warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})}, p.blocks, warps);
+      const float2* const told = exchange.receive(turn++);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+      for (int i = lane; i < p.blocks * warps; i += kNarrowWarp) {
+        sums[0] += told[i].x;
+        if (kCentered) sums[kSums - 1] += told[i].y;
+      }
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] = warp_reduce<kNarrowWarp>(sums[i], Sum{});
+    } else {
+      group_reduce<false>(sums, Sum{}, g, shared[stage]);
+    }
     const float slope = -s.rstd * sums[0] * p.inverse, level = kCentered && p.centered ? -s.rstd * sums[kSums - 1] * p.inverse : 0.0f;
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
@@ -192,8 +218,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   async_wait(0);
 
   // The block's sums. Those of several rows at a time are added up in order.
-  const i64 to = i64(blockIdx.x) * p.columns;
-  if (together == 1) {
+  const i64 to = i64(walker) * p.columns;
+  if (kClustered || together == 1) {
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       const int at = (g.lane + k * g.lanes) * V;

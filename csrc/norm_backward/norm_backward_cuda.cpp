@@ -22,6 +22,7 @@ struct Plan {
   int64_t blocks;
   int threads = 0;  // of backward_walk, as the rest
   int64_t shared_bytes = 0;
+  unsigned cluster = 1;
 };
 
 /// Blocks that fill a multiprocessor, of as many groups as leave room for two
@@ -55,13 +56,58 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   return false;
 }
 
+/// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
+KernelOf<Backward> find_walk(const NormBackward& a) {
+  if (a.type == NormType::f32) return kernel<norm::backward_walk<float, true, false>>;
+  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true, false>>;
+  return a.centered ? kernel<norm::backward_walk<bf16, true, false>> : kernel<norm::backward_walk<bf16, false, false>>;
+}
+#if !FLEXOPS_HIP
+KernelOf<Backward> find_clustered_walk(const NormBackward& a) {
+  if (a.type == NormType::f32) return rare_kernel<norm::backward_walk<float, true, true>>;
+  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true, true>>;
+  return a.centered ? rare_kernel<norm::backward_walk<bf16, true, true>> : rare_kernel<norm::backward_walk<bf16, false, true>>;
+}
+#endif
+
+/// Clusters of blocks, as many as the GPU holds at once, where a row is too long for a block.
+bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
+#if FLEXOPS_HIP
+  (void)plan, (void)p, (void)a;
+  return false;
+#else
+  if (gpu_facts().capability < 90) return false;
+  const int64_t parts = norm::kParts, held = ceil_div(p.vectors, parts);
+  const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
+  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / norm::size_of(a.type) : word;
+  // As many rows as possible at the same time, and then in many small blocks: while one waits for a row's sums, others have work.
+  constexpr int64_t kReserved = 3072;  // the kernel's own shared memory, and the driver's
+  const Gpu& gpu = gpu_facts();
+  int64_t size = 0, resident = 0;
+  for (int64_t blocks = 2; blocks <= kMostClusterBlocks; ++blocks) {
+    const int64_t lanes = ceil_div(ceil_div(held, blocks), norm::kNarrowWarp) * norm::kNarrowWarp, bytes = lanes * (weights + stages);
+    if (lanes > norm::kWalkThreads || bytes + kReserved > gpu.shared_of_block) continue;
+    const int64_t of_processor = least(norm::kWalkThreads / lanes, gpu.shared_of_processor / (bytes + kReserved));
+    if (of_processor * size < resident * blocks) continue;
+    size = blocks, resident = of_processor, p.lanes = static_cast<int>(lanes);
+  }
+  if (size == 0) return false;
+  plan.threads = p.lanes, plan.shared_bytes = p.lanes * (weights + stages);
+  plan.cluster = static_cast<unsigned>(size), p.blocks = static_cast<int>(size);
+  LaunchConfig config{blocks(size), blocks(plan.threads), nullptr, plan.shared_bytes};
+  config.cluster = plan.cluster;
+  plan.blocks = least(resident_clusters(find_clustered_walk(a), config), a.rows);
+  return plan.blocks > 0;
+#endif
+}
+
 Plan make_plan(Backward& p, const NormBackward& a) {
   Plan plan;
   const int64_t vector = 16 / norm::size_of(a.type);
   plan.vectors = has_vectors(a, vector);
   p.rows = a.rows, p.columns = static_cast<int>(a.columns);
   p.vectors = static_cast<int>(plan.vectors ? a.columns / vector : a.columns);
-  plan.walks = plan.vectors && plan_walk(plan, p, a);
+  plan.walks = plan.vectors && (plan_walk(plan, p, a) || plan_clusters(plan, p, a));
   if (plan.walks) return plan;
   const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
   const int64_t wanted = (int64_t{gpu_facts().processors} * 16 + across - 1) / across, most = (a.rows + 15) / 16;
@@ -70,20 +116,21 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   return plan;
 }
 
-/// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
-KernelOf<Backward> find_walk(const NormBackward& a) {
-  if (a.type == NormType::f32) return kernel<norm::backward_walk<float, true>>;
-  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true>>;
-  return a.centered ? kernel<norm::backward_walk<bf16, true>> : kernel<norm::backward_walk<bf16, false>>;
-}
-
 const KernelOf<Backward> kInput[] = {rare_kernel<norm::backward_input<float>>, rare_kernel<norm::backward_input<norm::Half>>,
                                      rare_kernel<norm::backward_input<norm::Any>>};
 const KernelOf<Backward> kParameters[] = {rare_kernel<norm::backward_parameters<float>>, rare_kernel<norm::backward_parameters<norm::Half>>,
                                           rare_kernel<norm::backward_parameters<norm::Any>>};
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  launch(find_walk(a), {blocks(plan.blocks), blocks(plan.threads), stream, plan.shared_bytes}, p);
+  // Rows that a block has at the same time are neighbours, but short ones: with those the last round has work for every block.
+  const bool spread = p.lanes <= norm::kNarrowWarp;
+  p.block_step = spread ? 1 : plan.threads / p.lanes, p.group_step = spread ? static_cast<int>(plan.blocks) : 1;
+  LaunchConfig config{blocks(plan.blocks * plan.cluster), blocks(plan.threads), stream, plan.shared_bytes};
+  config.cluster = plan.cluster;
+#if !FLEXOPS_HIP
+  if (plan.cluster > 1) return launch(find_clustered_walk(a), config, p);
+#endif
+  launch(find_walk(a), config, p);
 }
 
 void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {

@@ -16,6 +16,9 @@ softmax::Size make_size(int64_t by) {
   return {by, make_divisor(by < kMost ? by : kMost)};
 }
 
+/// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
+bool is_large(const SoftmaxRows& rows) { return rows.rows * rows.length * (rows.type == SoftmaxType::f32 ? 4 : 2) >= int64_t{1} << 24; }
+
 int64_t vector_elements(SoftmaxType type) { return type == SoftmaxType::f32 ? 4 : 8; }
 
 Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
@@ -29,7 +32,7 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   p.gridded = false;
   p.is_f16 = rows.type == SoftmaxType::f16;
   p.lowest = rows.type == SoftmaxType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;
-  p.scale = rows.scale, p.flip = 0;
+  p.scale = rows.scale, p.flip = 0, p.lasting = is_large(rows);
   return p;
 }
 

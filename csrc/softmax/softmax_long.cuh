@@ -11,13 +11,14 @@ namespace flexops::softmax {
 inline constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
 
 /// A chunk of V vectors: those of elements [from, from + kVector) and so on, `step` apart. What is not in the row of `length` becomes -inf.
-template <Type type, Cache cache, int V>
-FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const Element<type>* x, int from, int step, int length, const Params& p) {
+template <Type type, int V, typename Load>
+FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const Element<type>* x, int from, int step, int length, const Params& p,
+                                const Load& load_one) {
   const u32 lowest = p.lowest ^ p.flip;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
-    if (from + k * step < length) scores[k] = load_vector<type, cache>(x, from + k * step);
+    if (from + k * step < length) scores[k] = load_one(x + (from + k * step));
   }
   if (p.flip != 0) {
 #pragma unroll
@@ -36,12 +37,15 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
   T* out = static_cast<T*>(p.out) + row * p.length;
   const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<type>(x), step = p.lanes * N;
   const float scale = p.scale * kUnit<type>;
+  const Lasting lasting(p.lasting);
+  const auto keep = [&](const T* at) { return load_lasting(reinterpret_cast<const Packed*>(at), lasting); };
+  const auto leave = [](const T* at) { return load_vector<type, Cache::streaming>(at, 0); };
   float maximum = -infinity(), sum = 0.0f, s[N];
   Packed scores[V];
 #pragma unroll 1
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
     const int from = first + chunk * V * step;
-    load_scores<type, kRead>(scores, x, from, step, length, p);
+    load_scores<type>(scores, x, from, step, length, p, keep);
     const float highest = Max{}(highest_of<type>(scores, p.is_f16), maximum), base = settle(highest);
     sum *= power<type>((maximum - base) * scale);
     maximum = highest;
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
 #pragma unroll 1
   for (int chunk = p.chunks - 1; chunk >= 0; --chunk) {
     const int from = first + chunk * V * step;
-    if (chunk != p.chunks - 1) load_scores<type, Cache::streaming>(scores, x, from, step, length, p);
+    if (chunk != p.chunks - 1) load_scores<type>(scores, x, from, step, length, p, leave);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = from + k * step;

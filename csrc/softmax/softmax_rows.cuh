@@ -72,11 +72,12 @@ __global__ void __launch_bounds__((kMostOfRows<type, kMasked>), (kBlocksOfRows<t
   const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
   int length = visible(p, place.row);
   const u32 lowest = p.lowest ^ p.flip;
+  const Lasting lasting(p.lasting);
   Packed scores[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
-    if (first + k * step < length) scores[k] = load_vector<type, kRead>(x, first + k * step);
+    if (first + k * step < length) scores[k] = load_lasting(reinterpret_cast<const Packed*>(x + (first + k * step)), lasting);
   }
   u32 words[V][N / 4];
   bool bytewise = false;
