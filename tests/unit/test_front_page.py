@@ -23,8 +23,8 @@ def test_the_picture_is_of_the_data(tmp_path: Path, require: Callable[..., None]
     (tmp_path / DATA.name).write_text(DATA.read_text())
     command = [sys.executable, str(ROOT / "scripts/plot_training_step.py"), str(tmp_path / DATA.name)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    drawn = (tmp_path / DATA.with_suffix(".svg").name).read_text()
-    assert drawn == DATA.with_suffix(".svg").read_text(), "python scripts/plot_training_step.py"
+    for name in (f"{DATA.stem}.svg", f"{DATA.stem}-losses.svg"):
+        assert (tmp_path / name).read_text() == (DATA.parent / name).read_text(), "python scripts/plot_training_step.py"
 
 
 def test_the_picture_shown_is_the_newest_measurement() -> None:
