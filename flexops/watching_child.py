@@ -14,9 +14,13 @@ import sys
 
 def main() -> None:
     sys.path[0] = ""  # as for `python -m`, and not this folder, whose modules have names of others
-    for name in ("torch", "flexops", "pytest"):  # what takes long; flexops registers its operators, and touches no GPU
+    for name in ("torch", "flexops", "pytest"):  # what takes long
         with contextlib.suppress(Exception):  # the command itself will say so, if it needs it
             __import__(name)
+    with contextlib.suppress(Exception):
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available():
+            torch.empty(1, device="cuda")  # makes the GPU's context, which takes half a second, while somebody edits
     line = sys.stdin.readline()
     if not line:
         return

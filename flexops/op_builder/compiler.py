@@ -25,7 +25,7 @@ from .shared_headers import share
 Progress = Callable[[int, int, str], None]
 """Called with (steps finished, steps in all, what is being made)."""
 
-# nvcc's front ends (cudafe++, cicc) fill two gigabytes each when a source includes torch: a sixth of their processor time less (measured in turns).
+# nvcc's front ends (cudafe++, cicc) fill two gigabytes each when a source includes torch: a seventh of their processor time less (docs/benchmarks).
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _STATUS = "@flexops %f %t "
 _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")

@@ -127,3 +127,12 @@ def test_what_counts_as_a_change(tmp_path: Path) -> None:
     os.utime(tmp_path / "a.cuh", ns=(5, 5))
     (tmp_path / "c.cpp").write_text("")
     assert [Path(name).name for name in watching.changed(before, watching.snapshot([tmp_path]))] == ["a.cuh", "c.cpp"]
+
+
+@pytest.mark.gpu
+def test_a_gpus_context_is_there_before_the_command(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys, torch\nsys.exit(7 if torch.cuda.is_initialized() else 1)\n")
+    found = watching.Runner(["python", str(program)]).run([], {})
+    assert found
+    assert found.status == 7
