@@ -107,13 +107,19 @@ def run_tests(arguments: str, root: Path) -> tuple[dict[str, int], list[str]]:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow and not image", f"--junitxml={report}", *shlex.split(arguments)]
         done = subprocess.run(command, cwd=root, check=False, stdout=sys.stderr)
         try:
-            cases = list(ElementTree.parse(report).iter("testcase"))
+            counts, failed = counted(report)
         except (OSError, ElementTree.ParseError):
             return {"passed": 0, "failed": 0, "skipped": 0}, [f"pytest {arguments}: status {done.returncode}, and no report"]
-    failed = [f"{case.get('classname')}::{case.get('name')} fails" for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
     if done.returncode and not failed:
         failed = [f"pytest {arguments}: status {done.returncode}"]
+    return counts, failed
+
+
+def counted(report: Path) -> tuple[dict[str, int], list[str]]:
+    """Of a report in JUnit's XML: how many tests passed, failed and were skipped; which failed."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [f"{case.get('classname')}::{case.get('name')} fails" for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
     return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}, failed
 
 
