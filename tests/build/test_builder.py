@@ -206,6 +206,29 @@ def test_declarations_that_cannot_be(code: str, said: str) -> None:
     assert said in run(program, EXAMPLE)
 
 
+def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path) -> None:
+    other = "other = builder.Library('other', root=mylib.__file__)\n"
+    other += "other.op('scale(Tensor x, float factor) -> Tensor', family='scale')(lambda x, factor: x * factor)"
+    asked = "print([(one.op, one.backend) for one in flexops.status() if one.device == 'cpu' and one.op.endswith('.scale')])"
+    said = run(f"{CALL}from flexops import builder\n{other}\nassert torch.equal(torch.ops.other.scale(x, 2.0), x * 2)\n{asked}", package, FLEXOPS_LOG="quiet")
+    assert "('mylib.scale', 'jit')" in said
+    assert "('other.scale', 'reference')" in said  # its launchers are in mylib's namespace
+
+
+def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_path: Path) -> None:
+    """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does not mind entries that nobody asks for."""
+    cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
+    gone = f"import shutil; shutil.rmtree({str(package / 'mylib')!r})\n"
+    run(f"{CALL}{gone}assert torch.equal(mylib.scale(x, 2.0), x * 2.0)\nflexops.status()", package, FLEXOPS_FALLBACK="forbid", **cache)
+    program = "import sys; sys.argv = ['flexops', 'cache', 'list']; from flexops.cli import main; main()"
+    assert "mylib.scale-cpu" in run(program, **cache)
+    program = "import sys; sys.argv = ['flexops', 'build', 'mylib']; from flexops.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPOSITORY), **cache}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "mylib" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path: Path) -> None:
     archive = tmp_path / "packages.zip"
     with zipfile.ZipFile(archive, "w") as packed:
