@@ -11,15 +11,8 @@ using Maybe = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-ElementType type_of(const char* op, const char* argument, Dtype dtype) {
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
-                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
-}
-
 void check_like(const char* op, const char* argument, const Tensor& tensor, Dtype dtype, const Tensor& like, const char* name) {
-  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == like.device_index(), op, ": ", argument,
-                " must be on the device of ", name);
+  check_device(op, argument, tensor, name, like);
   FLEXOPS_CHECK(tensor.dtype() == dtype, op, ": ", argument, " must be ", dtype_name(dtype), ", as ", name, ", got ",
                 dtype_name(tensor.dtype()));
 }
@@ -56,13 +49,13 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 BiasedActivation make_biased(const char* op, Activation activation, Tensor& x, Maybe& bias) {
   BiasedActivation c = {};
   c.activation = activation;
-  c.type = c.bias_type = type_of(op, "x", x.dtype());
+  c.type = c.bias_type = element_type(op, "x", x.dtype());
   FLEXOPS_CHECK(x.dim() >= 1, op, ": x must have at least one dimension");
   c.columns = x.size(-1);
   c.rows = c.columns ? x.numel() / c.columns : 0;
   if (bias) {
-    c.bias_type = type_of(op, "bias", bias->dtype());
-    FLEXOPS_CHECK(on_this_device_type(*bias) && bias->device_index() == x.device_index(), op, ": bias must be on the device of x");
+    c.bias_type = element_type(op, "bias", bias->dtype());
+    check_device(op, "bias", *bias, "x", x);
     FLEXOPS_CHECK(bias->dim() == 1 && bias->size(0) == c.columns, op, ": bias must have shape [", c.columns, "], got ", shape_text(*bias));
     const bool in_place = bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->data()) % 16 == 0;
     if (!in_place) {
@@ -145,7 +138,7 @@ Two biased_backward(const char* op, Activation activation, Tensor& grad, Tensor&
 GatedActivation make_gated(const char* op, Activation activation, Tensor& gate, Maybe& up, bool interleaved) {
   GatedActivation c = {};
   c.activation = activation;
-  c.type = type_of(op, "gate", gate.dtype());
+  c.type = element_type(op, "gate", gate.dtype());
   FLEXOPS_CHECK(gate.dim() >= 1, op, ": gate must have at least one dimension");
   c.columns = gate.size(-1);
   if (up) {

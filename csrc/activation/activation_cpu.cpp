@@ -3,15 +3,14 @@
 
 #include "activation/activation.h"
 
+#include "common/cpu_elements.h"
 #include "common/cpu_exp.h"
 
 namespace flexops::FLEXOPS_ISA {
 
-#define FLEXOPS_INLINE inline __attribute__((always_inline))
+#define FLEXOPS_INLINED inline __attribute__((always_inline))
 
 constexpr int64_t kTile = kActivationColumns;
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---- arithmetic --------------------------------------------------------------------------------------------------------
 
@@ -20,12 +19,12 @@ template <Activation kWhich>
 struct Sigmoidal {
   static constexpr float a = kWhich == Activation::silu ? 1.0f : 1.595769122f, b = kWhich == Activation::silu ? 0.0f : 0.07135481627f;
 
-  static FLEXOPS_INLINE Floats square_of(Floats x) { return lesser(x * x, floats_of(100.0f)); }
-  static FLEXOPS_INLINE Floats value(Floats x) {
+  static FLEXOPS_INLINED Floats square_of(Floats x) { return lesser(x * x, floats_of(100.0f)); }
+  static FLEXOPS_INLINED Floats value(Floats x) {
     if constexpr (kWhich == Activation::silu) return x / (exponential(-x) + 1.0f);
     return x / (exponential(-x * (square_of(x) * b + a)) + 1.0f);
   }
-  static FLEXOPS_INLINE Floats slope(Floats x, Floats& value) {
+  static FLEXOPS_INLINED Floats slope(Floats x, Floats& value) {
     const Floats square = kWhich == Activation::silu ? x : square_of(x);
     const Floats t = kWhich == Activation::silu ? floats_of(1.0f) : square * b + a;
     const Floats e = exponential_of_negative(-absolute(x) * t), small = e / (e + 1.0f), large = 1.0f - small;
@@ -39,19 +38,19 @@ struct Sigmoidal {
 /// gelu(erf): x * Phi(x), Phi(-|x|) = exp(p(|x|)).
 struct Erf {
   /// |x|, up to where Phi(-|x|) is 0, which leaves no infinity; NaN becomes that, too.
-  static FLEXOPS_INLINE Floats size_of(Floats x) { return lesser(absolute(x), floats_of(20.0f)); }
-  static FLEXOPS_INLINE Floats tail(Floats z) {
+  static FLEXOPS_INLINED Floats size_of(Floats x) { return lesser(absolute(x), floats_of(20.0f)); }
+  static FLEXOPS_INLINED Floats tail(Floats z) {
     const Floats a = z * -7.978845336e-01f - 6.931471806e-01f, b = z * -3.633178705e-02f - 3.183104439e-01f;
     const Floats c = z * 6.093054189e-05f + 4.769473433e-03f, d = z * 7.481222887e-05f - 2.405662755e-04f;
     const Floats e = z * 1.741920406e-06f - 1.395477726e-05f, f = z * 6.960221438e-09f - 1.427412781e-07f;
     const Floats z2 = z * z, z4 = z2 * z2;
     return exponential_of_negative(((f * z2 + e) + z4 * -1.531102706e-10f) * (z4 * z4) + ((d * z2 + c) * z4 + (b * z2 + a)));
   }
-  static FLEXOPS_INLINE Floats value(Floats x) {
+  static FLEXOPS_INLINED Floats value(Floats x) {
     const Floats z = size_of(x), q = tail(z);
     return x >= 0.0f ? x - z * q : x * q;
   }
-  static FLEXOPS_INLINE Floats slope(Floats x, Floats& value) {
+  static FLEXOPS_INLINED Floats slope(Floats x, Floats& value) {
     const Floats q = tail(size_of(x)), phi = x >= 0.0f ? 1.0f - q : q;
     value = x * phi;
     return x * (exponential_of_negative(x * x * -0.5f) * 0.3989422804f) + phi;
@@ -65,17 +64,11 @@ static_assert(kTile % kLanes == 0);
 
 static bool makes_registers(int64_t count) { return count % kLanes == 0; }
 
-/// `count` neighbouring elements as floats: in place, or in `buffer`.
-[[gnu::noinline]] static const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
-  if (type == ElementType::f32) {
-    const float* floats = static_cast<const float*>(from) + offset;
-    if (makes_registers(count)) return floats;
-    memcpy(buffer, floats, static_cast<size_t>(count) * sizeof(float));
-  } else if (type == ElementType::bf16) {
-    bf16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
-  } else {
-    f16_to_float(static_cast<const uint16_t*>(from) + offset, buffer, count);
-  }
+/// Elements as floats, with zeros behind them up to a whole register.
+[[gnu::noinline]] static const float* widen_padded(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
+  const float* values = widen(from, offset, count, type, buffer);
+  if (makes_registers(count)) return values;
+  if (values != buffer) memcpy(buffer, values, static_cast<size_t>(count) * sizeof(float));
   for (int64_t i = count; !makes_registers(i); ++i) buffer[i] = 0.0f;
   return buffer;
 }
@@ -85,19 +78,9 @@ static float* place_for(void* to, int64_t offset, int64_t count, ElementType typ
   return type == ElementType::f32 && makes_registers(count) ? static_cast<float*>(to) + offset : buffer;
 }
 
-[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ElementType type) {
-  if (type == ElementType::bf16) {
-    float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else if (type == ElementType::f16) {
-    float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else if (from != static_cast<float*>(to) + offset) {
-    memcpy(static_cast<float*>(to) + offset, from, static_cast<size_t>(count) * sizeof(float));
-  }
-}
-
 /// A tile's bias, or what changes no number.
 [[gnu::noinline]] static const float* widen_bias(const BiasedActivation& c, int64_t column, int64_t count, float* buffer) {
-  if (c.bias) return widen(c.bias, column, count, c.bias_type, buffer);
+  if (c.bias) return widen_padded(c.bias, column, count, c.bias_type, buffer);
   for (int64_t i = 0; i < kTile; ++i) buffer[i] = -0.0f;
   return buffer;
 }
@@ -105,7 +88,7 @@ static float* place_for(void* to, int64_t offset, int64_t count, ElementType typ
 /// Where bf16 comes in and goes out, element by element, their order does not matter: f(i) works on pairs of registers from i on. Returns
 /// where they end. (With 16 registers, two elements' arithmetic at once does not fit: there, it is not worth it.)
 template <typename F>
-static FLEXOPS_INLINE int64_t for_each_pair(bool possible, int64_t count, const F& f) {
+static FLEXOPS_INLINED int64_t for_each_pair(bool possible, int64_t count, const F& f) {
   int64_t i = 0;
   if constexpr (kLanes == 16) {
     for (; possible && i + 2 * kLanes <= count; i += 2 * kLanes) f(i);
@@ -141,7 +124,7 @@ void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end
       });
       if (done == count) continue;
       column += done, count -= done;
-      const float* x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
+      const float* x = widen_padded(c.x, row * c.x_stride + column, count, c.type, x_buffer);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
       const float* bias = !c.bias && item > begin ? bias_buffer : widen_bias(c, column, count, bias_buffer);
       for (int64_t i = 0; i < count; i += kLanes) store_floats(out + i, arithmetic.value(load_floats(x + i) + load_floats(bias + i)));
@@ -215,8 +198,8 @@ static void backward_slice(const BiasedActivation& c, Arithmetic arithmetic, int
         if (summed && ((row + 1) % kPart == 0 || row + 1 == last)) add_part(sums[tile], part, count);
         continue;
       }
-      const float *bias = biases[tile], *x = widen(c.x, row * c.x_stride + column, count, c.type, x_buffer);
-      const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
+      const float *bias = biases[tile], *x = widen_padded(c.x, row * c.x_stride + column, count, c.type, x_buffer);
+      const float* grad = widen_padded(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
       for (int64_t i = 0; i < count; i += kLanes) {
         Floats unused;
@@ -257,7 +240,7 @@ void bias_gradient_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
     memset(sum, 0, sizeof sum);
     memset(part, 0, sizeof part);
     for (int64_t slice = 0; slice < c.slices; ++slice) {
-      const float* from = widen(c.sums, slice * c.columns + column, count, ElementType::f32, buffer);
+      const float* from = widen_padded(c.sums, slice * c.columns + column, count, ElementType::f32, buffer);
       for (int64_t i = 0; i < count; i += kLanes) store_floats(part + i, load_floats(part + i) + load_floats(from + i));
       if ((slice + 1) % kPart == 0 || slice + 1 == c.slices) add_part(sum, part, count);
     }
@@ -274,11 +257,11 @@ struct Gates {
 
   void load(const GatedActivation& c, int64_t row, int64_t column, int64_t count) {
     if (c.pairs) return load_pairs(c, row, column, count);
-    gate = widen(c.gate, row * c.gate_stride + column, count, c.type, gate_buffer);
-    up = widen(c.up, row * c.up_stride + column, count, c.type, up_buffer);
+    gate = widen_padded(c.gate, row * c.gate_stride + column, count, c.type, gate_buffer);
+    up = widen_padded(c.up, row * c.up_stride + column, count, c.type, up_buffer);
   }
   [[gnu::noinline]] void load_pairs(const GatedActivation& c, int64_t row, int64_t column, int64_t count) {
-    const float* pairs = widen(c.gate, row * c.gate_stride + 2 * column, 2 * count, c.type, both);
+    const float* pairs = widen_padded(c.gate, row * c.gate_stride + 2 * column, 2 * count, c.type, both);
     for (int64_t i = 0; i < count; ++i) gate_buffer[i] = pairs[2 * i], up_buffer[i] = pairs[2 * i + 1];
     for (int64_t i = count; !makes_registers(i); ++i) gate_buffer[i] = up_buffer[i] = 0.0f;
     gate = gate_buffer, up = up_buffer;
@@ -339,7 +322,7 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
       if (done == count) continue;
       column += done, count -= done;
       in.load(c, row, column, count);
-      const float* grad = widen(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
+      const float* grad = widen_padded(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
       const int64_t at = row * c.out_stride + (c.pairs ? 2 * column : column);
       float* gate_grad = c.pairs ? gate_buffer : place_for(c.gate_grad, at, count, c.type, gate_buffer);
       float* up_grad = c.pairs ? up_buffer : place_for(c.up_grad, at, count, c.type, up_buffer);

@@ -1,7 +1,7 @@
 // Adam on the CPU: compiled once per ISA level (common/cpu.h).
 
 #include "adam/adam.h"
-#include "common/cpu_math.h"
+#include "common/cpu_elements.h"
 #include "common/stochastic.h"
 
 namespace flexops::FLEXOPS_ISA {
@@ -50,24 +50,6 @@ static void update_block(float* param, const float* grad, float* exp_avg, float*
   }
 }
 
-static void widen(ElementType type, const void* from, int64_t offset, float* to, int64_t count) {
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == ElementType::bf16) {
-    bf16_to_float(bits, to, count);
-  } else {
-    f16_to_float(bits, to, count);
-  }
-}
-
-static void narrow(ElementType type, const float* from, void* to, int64_t offset, int64_t count) {
-  uint16_t* bits = static_cast<uint16_t*>(to) + offset;
-  if (type == ElementType::bf16) {
-    float_to_bf16(from, bits, count);
-  } else {
-    float_to_f16(from, bits, count);
-  }
-}
-
 static void unscale(float* grad, float scale, int64_t count) {
   for (int64_t i = 0; i < count; ++i) grad[i] /= scale;
 }
@@ -76,10 +58,10 @@ static void unscale(float* grad, float scale, int64_t count) {
 static const float* fetch_grads(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count, float* buffer) {
   const bool is_float = t.type[kAdamGrad] == ElementType::f32;
   float* grad = is_float ? static_cast<float*>(t.array[kAdamGrad]) + begin : buffer;
-  if (!is_float) widen(t.type[kAdamGrad], t.array[kAdamGrad], begin, grad, count);
+  if (!is_float) widen(t.array[kAdamGrad], begin, count, t.type[kAdamGrad], grad);
   if (s.grad_scale != 0.0f) {
     unscale(grad, s.grad_scale, count);
-    if (!is_float) narrow(t.type[kAdamGrad], grad, t.array[kAdamGrad], begin, count);
+    if (!is_float) narrow(grad, t.array[kAdamGrad], begin, count, t.type[kAdamGrad]);
   }
   return grad;
 }
@@ -91,14 +73,14 @@ static void write_copy(const TensorRow& t, const float* param, int64_t begin, in
     return;
   }
   uint16_t bits[kBlock];
-  narrow(t.type[kAdamCopy], param, bits, 0, count);
+  narrow(param, bits, 0, count, t.type[kAdamCopy]);
   streaming_copy(static_cast<uint16_t*>(t.array[kAdamCopy]) + begin, bits, count * 2);
 }
 
 /// A state's block as floats: in place, or in `buffer`.
 static float* fetch_state(const TensorRow& t, AdamArray k, int64_t begin, int64_t count, float* buffer) {
   if (t.is_f32(k)) return t.array[k] ? static_cast<float*>(t.array[k]) + begin : nullptr;
-  widen(t.type[k], t.array[k], begin, buffer, count);
+  widen(t.array[k], begin, count, t.type[k], buffer);
   return buffer;
 }
 
@@ -115,7 +97,7 @@ static void put_state(const TensorRow& t, const AdamStep& s, AdamArray k, float*
       memcpy(values + i, &bits, sizeof bits);
     }
   }
-  narrow(t.type[k], values, t.array[k], begin, count);
+  narrow(values, t.array[k], begin, count, t.type[k]);
 }
 
 static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int64_t count) {
@@ -123,7 +105,7 @@ static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int
   const bool is_float = t.type[kAdamParam] == ElementType::f32;
   const float* grad = fetch_grads(t, s, begin, count, grads);
   float* param = is_float ? static_cast<float*>(t.array[kAdamParam]) + begin : params;
-  if (!is_float) widen(t.type[kAdamParam], t.array[kAdamParam], begin, param, count);
+  if (!is_float) widen(t.array[kAdamParam], begin, count, t.type[kAdamParam], param);
   float *exp_avg = fetch_state(t, kAdamExpAvg, begin, count, averages), *exp_avg_sq = fetch_state(t, kAdamExpAvgSq, begin, count, squares),
         *max_exp_avg_sq = fetch_state(t, kAdamMaxExpAvgSq, begin, count, largest);
   if (max_exp_avg_sq) {
@@ -135,7 +117,7 @@ static void step_block(const TensorRow& t, const AdamStep& s, int64_t begin, int
   put_state(t, s, kAdamExpAvgSq, exp_avg_sq, begin, count, 16);
   put_state(t, s, kAdamMaxExpAvgSq, max_exp_avg_sq, begin, count, -1);
   if (t.array[kAdamCopy]) write_copy(t, param, begin, count);
-  if (!is_float) narrow(t.type[kAdamParam], param, t.array[kAdamParam], begin, count);
+  if (!is_float) narrow(param, t.array[kAdamParam], begin, count, t.type[kAdamParam]);
 }
 
 void adam_cpu(const TensorRow& row, const AdamStep& step, int64_t begin, int64_t end) {

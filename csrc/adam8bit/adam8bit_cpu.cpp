@@ -148,19 +148,12 @@ inline void encode(Block& b, float factor1, float factor2, uint32_t seed) {
 }
 
 inline void fetch(const TensorRow& row, int k, int64_t at, float* to, int64_t count) {
-  if (row.type[k] == ElementType::f32) {
-    memcpy(to, static_cast<const float*>(row.array[k]) + at, static_cast<size_t>(count) * 4);
-  } else {
-    widen_real(row.type[k], row.array[k], at, to, count);
-  }
+  const float* values = widen(row.array[k], at, count, row.type[k], to);
+  if (values != to) memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
 }
 
 inline void put(const TensorRow& row, int k, int64_t at, const float* from, int64_t count) {
-  if (row.type[k] == ElementType::f32) {
-    memcpy(static_cast<float*>(row.array[k]) + at, from, static_cast<size_t>(count) * 4);
-  } else {
-    narrow_real(row.type[k], from, row.array[k], at, count);
-  }
+  narrow(from, row.array[k], at, count, row.type[k]);
 }
 
 }  // namespace

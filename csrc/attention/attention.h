@@ -4,10 +4,11 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-enum class AttentionType : uint8_t { f32, f16, bf16 };
+using AttentionType = ElementType;
 enum class AttentionBiasType : uint8_t { f32, f16, bf16, mask };  // mask: bool, false is -inf
 
 /// [batch, length, heads, columns] or, packed, [tokens, heads, columns], whose batch stride is 0. Strides count elements; columns are

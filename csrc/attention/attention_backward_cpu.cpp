@@ -9,11 +9,11 @@
 namespace flexops::FLEXOPS_ISA {
 
 /// The sum of a * b over a row of each.
-static float dot_rows(const void* a, int64_t a_at, const void* b, int64_t b_at, int64_t count, RowType type) {
+static float dot_rows(const void* a, int64_t a_at, const void* b, int64_t b_at, int64_t count, ElementType type) {
   alignas(64) float left[kRowBlock], right[kRowBlock];
   float out = 0.0f;
   for_row_blocks(count, 0, [&](int64_t at, int64_t part) {
-    const float *x = widen_row(a, a_at + at, part, type, left), *y = widen_row(b, b_at + at, part, type, right);
+    const float *x = widen(a, a_at + at, part, type, left), *y = widen(b, b_at + at, part, type, right);
     Floats sum = {};
     int64_t i = 0;
     for (; i + kLanes <= part; i += kLanes) sum += load_floats(x + i) * load_floats(y + i);
@@ -44,7 +44,7 @@ struct KeyGradients {
   /// Writes the rows [begin, end).
   void store(const AttentionBackward& call, const AttentionSequence& s, int64_t begin, int64_t end) const {
     const Attention& p = call.problem;
-    const auto type = static_cast<RowType>(p.type);
+    const auto type = p.type;
     scale_floats(dk + begin * padded, (end - begin) * padded, p.scale);
     for (int64_t row = begin; row < end; ++row) {
       store_row(dk + row * padded, call.dk.data, s.row_k(call.dk, row), p.head_dim, type);
@@ -53,10 +53,7 @@ struct KeyGradients {
   }
 
  private:
-  static void store_row(const float* from, void* to, int64_t at, int64_t count, RowType type) {
-    if (type == RowType::f32) memcpy(static_cast<float*>(to) + at, from, static_cast<size_t>(count) * sizeof(float));
-    narrow_row(from, to, at, count, type);
-  }
+  static void store_row(const float* from, void* to, int64_t at, int64_t count, ElementType type) { narrow(from, to, at, count, type); }
 };
 
 template <bool kPairs>
@@ -65,7 +62,7 @@ class BackwardHeads {
   explicit BackwardHeads(const AttentionBackward& call)
       : call_(call),
         p_(call.problem),
-        type_(static_cast<RowType>(call.problem.type)),
+        type_(call.problem.type),
         dim_(p_.head_dim),
         dim_v_(p_.head_dim_v),
         words_(words_of<kPairs>(dim_)),
@@ -195,7 +192,7 @@ class BackwardHeads {
 
   const AttentionBackward& call_;
   const Attention& p_;
-  RowType type_;
+  ElementType type_;
   int64_t dim_, dim_v_, words_, words_v_, padded_, padded_v_, parts_;
   Scratch scratch_;
   float *k_, *v_, *k_steps_;  // of the key head

@@ -17,11 +17,6 @@ struct Options {
   int64_t score_mod;
 };
 
-void check_place(const char* op, const char* argument, const Tensor& tensor, const Tensor& q) {
-  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == q.device_index(), op, ": ", argument,
-                " must be on the device of q");
-}
-
 void check_dtype(const char* op, const char* argument, const Tensor& tensor, Dtype dtype) {
   FLEXOPS_CHECK(tensor.dtype() == dtype, op, ": ", argument, " must be ", dtype_name(dtype), ", got ", dtype_name(tensor.dtype()));
 }
@@ -68,8 +63,8 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   const int64_t dim = packed ? 3 : 4;
   const char* form = packed ? "[tokens, heads, head_dim]" : "[batch, length, heads, head_dim]";
   FLEXOPS_CHECK(q.dim() == dim, op, ": q must have shape ", form, ", got ", shape_text(q));
-  check_place(op, "k", k, q);
-  check_place(op, "v", v, q);
+  check_device(op, "k", k, "q", q);
+  check_device(op, "v", v, "q", q);
   check_dtype(op, "k", k, dtype);
   check_dtype(op, "v", v, dtype);
   const int64_t heads = q.size(-2);
@@ -82,7 +77,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   FLEXOPS_CHECK(same, op, ": v must have k's shape ", shape_text(k), ", head_dim excepted, got ", shape_text(v));
 
   Attention a = {};
-  a.type = dtype == Dtype::f32 ? AttentionType::f32 : dtype == Dtype::f16 ? AttentionType::f16 : AttentionType::bf16;
+  a.type = element_type(op, "q", dtype);
   a.heads_q = heads, a.heads_k = k.size(-2), a.head_dim = q.size(-1), a.head_dim_v = v.size(-1);
   a.rows_q = q.size(-3), a.rows_k = k.size(-3);
   a.batch = q.size(0), a.length_q = a.rows_q, a.length_k = a.rows_k;
@@ -95,7 +90,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
     const Tensor* both[] = {&*o.cumulative_q, &*o.cumulative_k};
     for (const Tensor* each : both) {
       const char* argument = each == both[0] ? "cu_seqlens_q" : "cu_seqlens_k";
-      check_place(op, argument, *each, q);
+      check_device(op, argument, *each, "q", q);
       check_dtype(op, argument, *each, Dtype::i32);
       FLEXOPS_CHECK(each->dim() == 1 && each->size(0) >= 1 && each->size(0) == both[0]->size(0) && each->is_contiguous(), op, ": ",
                     argument, " must have shape [sequences + 1], contiguous, got ", shape_text(*each));
@@ -115,7 +110,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   a.score_mod = static_cast<uint64_t>(o.score_mod);
   FLEXOPS_CHECK(FLEXOPS_DEVICE_CUDA || !a.score_mod, op, ": score_mod must be None on a CPU");
   FLEXOPS_CHECK(!a.score_mod || (!o.alibi && !(o.softcap > 0)), op, ": score_mod must come without softcap and alibi_slopes");
-  if (o.bias) check_place(op, "bias", *o.bias, q);
+  if (o.bias) check_device(op, "bias", *o.bias, "q", q);
   if (o.bias && a.score_mod) {  // what it looks things up in
     check_dtype(op, "bias", *o.bias, Dtype::i32);
     FLEXOPS_CHECK(o.bias->dim() == 1 && o.bias->is_contiguous(), op, ": bias must be the score_mod's words, got ", shape_text(*o.bias));
@@ -134,7 +129,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   }
   if (o.alibi) {
     const Tensor& slopes = *o.alibi;
-    check_place(op, "alibi_slopes", slopes, q);
+    check_device(op, "alibi_slopes", slopes, "q", q);
     check_dtype(op, "alibi_slopes", slopes, Dtype::f32);
     const int64_t d = slopes.dim();
     FLEXOPS_CHECK((d == 1 || (d == 2 && slopes.size(0) == a.batch)) && slopes.size(-1) == heads, op,
@@ -143,7 +138,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
     a.alibi_strides[0] = d == 2 ? slopes.strides()[0] : 0, a.alibi_strides[1] = slopes.strides()[d - 1];
   }
   if (o.sinks) {
-    check_place(op, "sinks", *o.sinks, q);
+    check_device(op, "sinks", *o.sinks, "q", q);
     check_dtype(op, "sinks", *o.sinks, Dtype::f32);
     FLEXOPS_CHECK(o.sinks->dim() == 1 && o.sinks->size(0) == heads && o.sinks->is_contiguous(), op,
                   ": sinks must have shape [heads], contiguous, got ", shape_text(*o.sinks));
@@ -237,7 +232,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
   const Tensor* results[] = {&grad, &out};
   for (const Tensor* each : results) {
     const char* argument = each == &grad ? "grad" : "out";
-    check_place(op, argument, *each, q);
+    check_device(op, argument, *each, "q", q);
     check_dtype(op, argument, *each, q.dtype());
     bool same = each->dim() == q.dim() && each->size(-1) == a.head_dim_v;
     for (int64_t d = 0; same && d < q.dim() - 1; ++d) same = each->sizes()[d] == q.sizes()[d];
@@ -246,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
   const Tensor* of_rows[] = {&lse, grad_lse ? &*grad_lse : &lse};
   for (const Tensor* each : of_rows) {
     const char* argument = each == &lse ? "lse" : "grad_lse";
-    check_place(op, argument, *each, q);
+    check_device(op, argument, *each, "q", q);
     check_dtype(op, argument, *each, Dtype::f32);
     FLEXOPS_CHECK(each->numel() == q.numel() / (a.head_dim > 0 ? a.head_dim : 1) && each->dim() == q.dim() - 1 &&
                       each->size(-1) == a.rows_q && each->size(-2) == a.heads_q,

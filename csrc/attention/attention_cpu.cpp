@@ -93,7 +93,7 @@ class ForwardTiles {
   explicit ForwardTiles(const AttentionForward& call)
       : call_(call),
         p_(call.problem),
-        type_(static_cast<RowType>(call.problem.type)),
+        type_(call.problem.type),
         words_(words_of<kPairs>(p_.head_dim)),
         stride_k_(words_ + apart()),
         stride_v_(p_.head_dim_v + apart()),
@@ -132,7 +132,7 @@ class ForwardTiles {
 
  private:
   /// A block of K or V: float32 is read where it lies, unless rows are so far apart that they share few sets of the cache.
-  bool stays(const AttentionTensor& x) const { return type_ == RowType::f32 && x.row * 4 < kFar; }
+  bool stays(const AttentionTensor& x) const { return type_ == ElementType::f32 && x.row * 4 < kFar; }
   struct Left {
     const float* data;
     int64_t stride;
@@ -153,11 +153,11 @@ class ForwardTiles {
   }
 
   static constexpr int64_t kFar = 4096;  // bytes: rows of which all begin in one set
-  int64_t apart() const { return type_ == RowType::f32 ? 16 : 0; }
+  int64_t apart() const { return type_ == ElementType::f32 ? 16 : 0; }
 
   const AttentionForward& call_;
   const Attention& p_;
-  RowType type_;
+  ElementType type_;
   int64_t words_, stride_k_, stride_v_;
   Scratch scratch_;
   float *q_, *k_, *v_, *s_, *o_, *buffer_;
@@ -184,8 +184,8 @@ static AttentionForward with_grouped_rows(AttentionForward call) {
   const int64_t group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
   if (p.length_q != 1 || group == 1 || p.packed() || p.bias || p.alibi || p.sinks || call.lse_head != 1) return call;
   const KeyRange range(p, AttentionSequence(p, 0, 0), 0, 1);
-  call.k.data = static_cast<char*>(call.k.data) + range.begin * call.k.row * bytes_of(static_cast<RowType>(p.type));
-  call.v.data = static_cast<char*>(call.v.data) + range.begin * call.v.row * bytes_of(static_cast<RowType>(p.type));
+  call.k.data = static_cast<char*>(call.k.data) + range.begin * call.k.row * element_size(p.type);
+  call.v.data = static_cast<char*>(call.v.data) + range.begin * call.v.row * element_size(p.type);
   p.length_k = p.rows_k = most(0, range.end - range.begin), p.window_left = p.window_right = -1;
   p.heads_q = p.heads_k, p.length_q = p.rows_q = group;
   call.q.row = call.q.head, call.q.head *= group;

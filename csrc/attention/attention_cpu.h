@@ -118,19 +118,21 @@ void transpose(const float* from, int64_t from_row, int64_t rows, int64_t column
 
 /// `rows` rows of `columns` elements as words [rows][stride], zeros behind them: neighbouring steps are neighbours.
 template <bool kPairs>
-void load_rows(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to, int64_t stride);
+void load_rows(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to, int64_t stride);
 
 /// The same as words [words_of(rows)][stride], where rows are the steps; zeros beside and below them.
 template <bool kPairs>
-void load_steps(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to, int64_t stride);
+void load_steps(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to, int64_t stride);
 
 /// The same transposed: words [words_of(columns)][kStride], a column for each row of memory and zeros in what is left of whole registers.
 /// `buffer` has room for the rows.
 template <bool kPairs>
-void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to, float* buffer);
+void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
+                     float* buffer);
 
 /// A tile's way back: `columns` rows of [kStride] become rows of memory, the queries', which are `rows`.
-void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, RowType type, float* buffer);
+void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, ElementType type,
+                      float* buffer);
 
 // ---- scores ------------------------------------------------------------------------------------------------------------
 

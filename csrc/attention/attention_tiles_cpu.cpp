@@ -33,16 +33,16 @@ void transpose(const float* FLEXOPS_RESTRICT from, int64_t from_row, int64_t row
 static void clear(float* to, int64_t count) { memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
 
 template <>
-void load_rows<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to,
+void load_rows<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
                       int64_t stride) {
   for (int64_t i = 0; i < rows; ++i, to += stride) {
-    const float* values = widen_row(from, offset + i * row, columns, type, to);
+    const float* values = widen(from, offset + i * row, columns, type, to);
     if (values != to) memcpy(to, values, static_cast<size_t>(columns) * sizeof(float));
     clear(to + columns, stride - columns);
   }
 }
 template <>
-void load_rows<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType, float* to, int64_t stride) {
+void load_rows<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType, float* to, int64_t stride) {
   for (int64_t i = 0; i < rows; ++i, to += stride) {
     if (stride > 0) clear(to + columns / 2, stride - columns / 2);
     memcpy(to, static_cast<const uint16_t*>(from) + offset + i * row, static_cast<size_t>(columns) * 2);
@@ -50,12 +50,13 @@ void load_rows<true>(const void* from, int64_t offset, int64_t row, int64_t rows
 }
 
 template <>
-void load_steps<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to,
+void load_steps<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
                        int64_t stride) {
   load_rows<false>(from, offset, row, rows, columns, type, to, stride);
 }
 template <>
-void load_steps<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType, float* to, int64_t stride) {
+void load_steps<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType, float* to,
+                      int64_t stride) {
   for (int64_t i = 0; i < rows; i += 2, to += stride) {
     const uint16_t* even = static_cast<const uint16_t*>(from) + offset + i * row;
     const bool both = i + 1 < rows;
@@ -69,7 +70,8 @@ void load_steps<true>(const void* from, int64_t offset, int64_t row, int64_t row
 }
 
 template <bool kPairs>
-void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, RowType type, float* to, float* buffer) {
+void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
+                     float* buffer) {
   const int64_t words = words_of<kPairs>(columns), padding = rounded_up(rows, kLanes) - rows;
   load_rows<kPairs>(from, offset, row, rows, columns, type, buffer, words);
   transpose(buffer, words, rows, words, to, kStride);
@@ -77,14 +79,14 @@ void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows
     for (int64_t i = 0; i < words; ++i) clear(to + i * kStride + rows, padding);
   }
 }
-template void load_transposed<false>(const void*, int64_t, int64_t, int64_t, int64_t, RowType, float*, float*);
-template void load_transposed<true>(const void*, int64_t, int64_t, int64_t, int64_t, RowType, float*, float*);
+template void load_transposed<false>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType, float*, float*);
+template void load_transposed<true>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType, float*, float*);
 
-void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, RowType type,
+void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, ElementType type,
                       float* buffer) {
-  if (type == RowType::f32) return transpose(from, kStride, columns, rows, static_cast<float*>(to) + offset, row);
+  if (type == ElementType::f32) return transpose(from, kStride, columns, rows, static_cast<float*>(to) + offset, row);
   transpose(from, kStride, columns, rows, buffer, columns);
-  for (int64_t i = 0; i < rows; ++i) narrow_row(buffer + i * columns, to, offset + i * row, columns, type);
+  for (int64_t i = 0; i < rows; ++i) narrow(buffer + i * columns, to, offset + i * row, columns, type);
 }
 
 // ---- scores ------------------------------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ static float bias_of(const void* bias, AttentionBiasType type, int64_t at) {
 /// One query's biases of neighbouring keys.
 static void load_bias(const void* bias, AttentionBiasType type, int64_t at, int64_t step, int64_t count, float* to) {
   if (type != AttentionBiasType::mask && step == 1) {
-    const float* values = widen_row(bias, at, count, static_cast<RowType>(type), to);
+    const float* values = widen(bias, at, count, static_cast<ElementType>(type), to);
     if (values != to) memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
     return;
   }

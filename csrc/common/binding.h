@@ -61,6 +61,7 @@ inline std::bad_alloc::bad_alloc() noexcept {}
 inline std::bad_array_new_length::bad_array_new_length() noexcept {}
 #endif
 
+#include "common/element_type.h"
 #include "common/tensor_view.h"
 
 namespace flexops {
@@ -210,6 +211,19 @@ inline Tensor empty_like_contiguous(const Tensor& like, Dtype dtype) { return em
 
 /// Whether the tensor is on the device type that this binding is compiled for.
 inline bool on_this_device_type(const Tensor& tensor) { return FLEXOPS_DEVICE_CUDA ? tensor.is_cuda() : tensor.is_cpu(); }
+
+/// Throws if `tensor` is not on the very device of `other`, which is of that type.
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
+  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == other.device_index(), op, ": ", name, " must be on the device of ",
+                other_name);
+}
+
+/// Of a tensor of floats; throws if its dtype is another. `argument` may begin with the op's name, which is then left out.
+inline ElementType element_type(const char* op, const char* argument, Dtype dtype) {
+  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, *op ? ": " : "", argument,
+                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
+  return static_cast<ElementType>(dtype);  // the first three have the same values
+}
 
 /// Throws if a launcher returned an error text (nullptr means success).
 inline void check_launch(const char* op, const char* error) { FLEXOPS_CHECK(error == nullptr, op, ": CUDA error: ", error); }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/cpu_math.h"
+#include "common/element_type.h"
 #include "common/tensor_view.h"
 
 namespace flexops::FLEXOPS_ISA {
@@ -31,6 +32,91 @@ inline void with_floats(Dtype dtype, const F& body) {
   if (dtype == Dtype::bf16) return body(Bf16{});
   if (dtype == Dtype::f16) return body(F16{});
   return body(float{});
+}
+
+// ---- the same by ElementType: a register of floats, or a block of them, at a time ----------------------------------------
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/// `count` neighbouring elements as floats: in place, or in `buffer`.
+inline const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
+  if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
+  if (type == ElementType::bf16) {
+    bf16_to_float(bits, buffer, count);
+  } else {
+    f16_to_float(bits, buffer, count);
+  }
+  return buffer;
+}
+
+/// A register of neighbouring elements as floats, and one of them.
+template <ElementType type>
+inline Floats load_elements(const void* from, int64_t index) {
+  if constexpr (type == ElementType::f32) return load_floats(static_cast<const float*>(from) + index);
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + index;
+  return type == ElementType::f16 ? load_f16(bits) : load_bf16(bits);
+}
+template <ElementType type>
+inline float load_element(const void* from, int64_t index) {
+  if constexpr (type == ElementType::f32) return static_cast<const float*>(from)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
+  return type == ElementType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+/// The reverse.
+template <ElementType type>
+inline void store_elements(void* to, int64_t index, Floats value) {
+  if constexpr (type == ElementType::f32) {
+    store_floats(static_cast<float*>(to) + index, value);
+  } else {
+    uint16_t* bits = static_cast<uint16_t*>(to) + index;
+    type == ElementType::f16 ? store_f16(bits, value) : store_bf16(bits, value);
+  }
+}
+
+template <ElementType type>
+inline void store_element(void* to, int64_t index, float value) {
+  if constexpr (type == ElementType::f32) {
+    static_cast<float*>(to)[index] = value;
+  } else {
+    static_cast<uint16_t*>(to)[index] = type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  }
+}
+
+/// One element of a type that is told at run time.
+inline float load(const void* from, int64_t at, ElementType type) {
+  if (type == ElementType::f32) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return type == ElementType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+inline void store(void* to, int64_t at, float value, ElementType type) {
+  if (type == ElementType::f32) {
+    static_cast<float*>(to)[at] = value;
+  } else {
+    static_cast<uint16_t*>(to)[at] = type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  }
+}
+
+/// Where floats that become elements may be put together: in place, or in `buffer`. narrow then finishes it.
+inline float* place_in_row(void* to, int64_t offset, ElementType type, float* buffer) {
+  return type == ElementType::f32 ? static_cast<float*>(to) + offset : buffer;
+}
+
+inline void narrow(const float* from, void* to, int64_t offset, int64_t count, ElementType type) {
+  float* const place = static_cast<float*>(to) + offset;
+  if (type == ElementType::f32 && from != place) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      store_floats(place + i, load_floats(from + i));  // a memcpy starts too slowly for a few numbers
+    for (; i < count; ++i) few(i), place[i] = from[i];
+  }
+  if (type == ElementType::bf16) float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
+  if (type == ElementType::f16) float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
+}
+
+inline void clear_row(void* to, int64_t offset, int64_t count, ElementType type) {
+  memset(static_cast<char*>(to) + offset * element_size(type), 0, static_cast<size_t>(count * element_size(type)));
 }
 
 }  // namespace flexops::FLEXOPS_ISA

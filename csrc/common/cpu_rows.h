@@ -1,34 +1,17 @@
 // Rows of fp32, fp16 or bf16 in CPU kernels, a block of floats at a time; see cpu_math.h. For kernels that reduce rows.
 #pragma once
 
+#include "common/cpu_elements.h"
 #include "common/cpu_exp.h"
 
 namespace flexops::FLEXOPS_ISA {
 
-enum class RowType : uint8_t { f32, f16, bf16 };
-
 constexpr int64_t kRowBlock = 1024;
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-inline int64_t bytes_of(RowType type) { return type == RowType::f32 ? 4 : 2; }
-
-/// `count` neighbouring elements as floats: in place, or in `buffer`.
-inline const float* widen_row(const void* from, int64_t offset, int64_t count, RowType type, float* buffer) {
-  if (type == RowType::f32) return static_cast<const float*>(from) + offset;
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == RowType::bf16) {
-    bf16_to_float(bits, buffer, count);
-  } else {
-    f16_to_float(bits, buffer, count);
-  }
-  return buffer;
-}
 
 /// Elements of a row before the first that is at a multiple of 64 bytes, if that is something to whole registers of floats: unaligned, each
 /// of them is in two lines of the cache, which long rows feel.
-inline int64_t unaligned_of(const void* row, int64_t offset, int64_t length, RowType type) {
-  if (type != RowType::f32 || length < kRowBlock) return 0;
+inline int64_t unaligned_of(const void* row, int64_t offset, int64_t length, ElementType type) {
+  if (type != ElementType::f32 || length < kRowBlock) return 0;
   return static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(row) / 4 + static_cast<uintptr_t>(offset)) & 15u);
 }
 
@@ -41,54 +24,6 @@ inline void for_row_blocks(int64_t length, int64_t first, const F& f) {
     if (count > length - at) count = length - at;
     f(at, count);
   }
-}
-
-/// A register of neighbouring elements as floats, and one of them.
-template <RowType type>
-inline Floats load_elements(const void* from, int64_t index) {
-  if constexpr (type == RowType::f32) return load_floats(static_cast<const float*>(from) + index);
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + index;
-  return type == RowType::f16 ? load_f16(bits) : load_bf16(bits);
-}
-template <RowType type>
-inline float load_element(const void* from, int64_t index) {
-  if constexpr (type == RowType::f32) return static_cast<const float*>(from)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
-  return type == RowType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
-}
-
-/// The reverse.
-template <RowType type>
-inline void store_elements(void* to, int64_t index, Floats value) {
-  if constexpr (type == RowType::f32) {
-    store_floats(static_cast<float*>(to) + index, value);
-  } else {
-    uint16_t* bits = static_cast<uint16_t*>(to) + index;
-    type == RowType::f16 ? store_f16(bits, value) : store_bf16(bits, value);
-  }
-}
-
-template <RowType type>
-inline void store_element(void* to, int64_t index, float value) {
-  if constexpr (type == RowType::f32) {
-    static_cast<float*>(to)[index] = value;
-  } else {
-    static_cast<uint16_t*>(to)[index] = type == RowType::f16 ? float_to_f16(value) : float_to_bf16(value);
-  }
-}
-
-/// Where floats that become elements are put together: in place, or in `buffer`. narrow_row then finishes it.
-inline float* place_in_row(void* to, int64_t offset, RowType type, float* buffer) {
-  return type == RowType::f32 ? static_cast<float*>(to) + offset : buffer;
-}
-
-inline void narrow_row(const float* from, void* to, int64_t offset, int64_t count, RowType type) {
-  if (type == RowType::bf16) float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  if (type == RowType::f16) float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
-}
-
-inline void clear_row(void* to, int64_t offset, int64_t count, RowType type) {
-  memset(static_cast<char*>(to) + offset * bytes_of(type), 0, static_cast<size_t>(count * bytes_of(type)));
 }
 
 /// The first `count` lanes, which are not all; the others are `filling`.

@@ -88,9 +88,4 @@ class Shape {
   int64_t dim_ = 0;
 };
 
-inline void check_here(const char* op, const char* name, const Tensor& tensor, const char* first_name, const Tensor& first) {
-  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == first.device_index(), op, ": ", name, " must be on the device of ",
-                first_name);
-}
-
 }  // namespace flexops

@@ -4,7 +4,7 @@
 // gradient scale, or -1; and what updates registers (Floats) and single elements (float).
 #pragma once
 
-#include "common/cpu_math.h"
+#include "common/cpu_elements.h"
 #include "common/multi_tensor.h"
 #include "common/stochastic.h"
 
@@ -13,31 +13,13 @@ namespace flexops::FLEXOPS_ISA {
 // 16-bit data goes through float buffers of this many elements: few enough for a block to stay in the first-level cache.
 constexpr int64_t kRowBlock = 256;
 
-static inline void widen_real(ElementType type, const void* from, int64_t offset, float* to, int64_t count) {
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == ElementType::bf16) {
-    bf16_to_float(bits, to, count);
-  } else {
-    f16_to_float(bits, to, count);
-  }
-}
-
-static inline void narrow_real(ElementType type, const float* from, void* to, int64_t offset, int64_t count) {
-  uint16_t* bits = static_cast<uint16_t*>(to) + offset;
-  if (type == ElementType::bf16) {
-    float_to_bf16(from, bits, count);
-  } else {
-    float_to_f16(from, bits, count);
-  }
-}
-
 /// Which arrays are rounded stochastically where they are of bf16, as bits (two at most), and the key of the step's random numbers.
 struct Rounding {
   unsigned arrays = 0;
   uint32_t key = 0;
 };
 
-/// Elements from `begin` on, to neighbours in bf16, which narrow_real then has nothing to round of. `values` is a buffer: whole registers.
+/// Elements from `begin` on, to neighbours in bf16, which narrow then has nothing to round of. `values` is a buffer: whole registers.
 static inline void round_block(float* values, int64_t begin, int64_t count, uint32_t key, int shift) {
   Words lanes, bits;
   for (int k = 0; k < kLanes; ++k) lanes[k] = static_cast<uint32_t>(k);
@@ -74,7 +56,7 @@ static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin
     for (int k = 0; k < Rule::kArrays; ++k) {
       const bool wide = !(Rule::kTyped >> k & 1) || row.type[k] == ElementType::f32;
       at[k] = wide ? static_cast<float*>(row.array[k]) + from : buffers[k];
-      if (!wide && Rule::kReads >> k & 1) widen_real(row.type[k], row.array[k], from, buffers[k], count);
+      if (!wide && Rule::kReads >> k & 1) widen(row.array[k], from, count, row.type[k], buffers[k]);
     }
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) update_at<Rule, Floats>(at, i, unscaled, update);
@@ -85,7 +67,7 @@ static inline void update_row(const TensorRow& row, bool unscaled, int64_t begin
         if (row.is_bf16(k)) round_block(buffers[k], from, count, rounding.key, shift);
         shift = 16;
       }
-      if (written && at[k] == buffers[k]) narrow_real(row.type[k], buffers[k], row.array[k], from, count);
+      if (written && at[k] == buffers[k]) narrow(buffers[k], row.array[k], from, count, row.type[k]);
     }
   }
 }

@@ -14,23 +14,14 @@ struct Options {
   int64_t reduction;  // 0: none, 1: sum, 2: mean
 };
 
-ElementType logits_type(const char* op, const char* argument, const Tensor& tensor) {
-  const Dtype dtype = tensor.dtype();
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
-                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
-}
-
-bool together(const Tensor& a, const Tensor& b) { return on_this_device_type(a) && a.device_index() == b.device_index(); }
-
 Logits check(const char* op, const Tensor& logits, const Tensor& target, const Options& o) {
   Logits shape;
-  shape.type = logits_type(op, "logits", logits);
+  shape.type = element_type(op, "logits", logits.dtype());
   FLEXOPS_CHECK(logits.dim() == 2, op, ": logits must be [N, V], got shape ", shape_text(logits));
   FLEXOPS_CHECK(target.dtype() == Dtype::i64, op, ": target must be int64, got ", dtype_name(target.dtype()));
   FLEXOPS_CHECK(target.dim() == 1 && target.size(0) == logits.size(0), op, ": target must be [N], one for each row of logits, got shape ",
                 shape_text(target), " for ", shape_text(logits));
-  FLEXOPS_CHECK(together(target, logits), op, ": target must be on logits' device");
+  check_device(op, "target", target, "logits", logits);
   FLEXOPS_CHECK(0 <= o.reduction && o.reduction <= 2, op, ": reduction must be 0 (none), 1 (sum) or 2 (mean), got ", o.reduction);
   shape.rows = logits.size(0), shape.length = logits.size(1);
   FLEXOPS_CHECK(1 <= shape.length && shape.length <= kLongest, op, ": logits must have 1 to ", kLongest, " classes, got shape ",
@@ -71,7 +62,7 @@ void check_factors(const char* op, const char* argument, const Tensor& factors, 
   FLEXOPS_CHECK(factors.dtype() == Dtype::f32, op, ": ", argument, " must be float32, got ", dtype_name(factors.dtype()));
   FLEXOPS_CHECK(factors.dim() == 0 || (factors.dim() == 1 && factors.size(0) == rows), op, ": ", argument,
                 " must be a scalar or have one element for each of ", rows, " rows, got shape ", shape_text(factors));
-  FLEXOPS_CHECK(together(factors, values), op, ": ", argument, " must be on the same device as the rest");
+  check_device(op, argument, factors, "the rest", values);
 }
 
 /// `factors`: of the gradient, if it is written.
@@ -124,7 +115,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
   check_factors(op, "grad", grad, logits, shape.rows);
   const bool each_row = grad.dim() == 1;
   const auto reduced = static_cast<Reduction>(reduction);
-  FLEXOPS_CHECK(together(stats, logits), op, ": stats must be on logits' device");
+  check_device(op, "stats", stats, "logits", logits);
   FLEXOPS_CHECK(stats.dtype() == Dtype::f32 && stats.numel() == LossStats::size(shape.rows, reduced), op,
                 ": stats must be what the forward pass gave");
   Tensor out = empty_like_contiguous(logits, logits.dtype());
@@ -161,7 +152,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
 
 void scale_rows_(Tensor values, Tensor factors) {
   const char* op = "flexops::scale_rows_";
-  const ElementType type = logits_type(op, "values", values);
+  const ElementType type = element_type(op, "values", values.dtype());
   FLEXOPS_CHECK(values.dim() >= 1 && values.is_contiguous(), op, ": values must be contiguous, got shape ", shape_text(values));
   const int64_t rows = values.size(0), length = rows > 0 ? values.numel() / rows : 0;
   check_factors(op, "factors", factors, values, rows);

@@ -8,8 +8,6 @@ namespace flexops::FLEXOPS_ISA {
 
 static const float kInfinity = __builtin_inff(), kNan = __builtin_nanf("");
 
-static RowType row_type(const Logits& shape) { return static_cast<RowType>(shape.type); }
-
 /// What of a row its gradient needs: its greatest logit, and the sum of the powers of the distances to it.
 struct RowStats {
   float maximum, sum;
@@ -44,7 +42,7 @@ static RowStats find_stats(const void* logits, int64_t offset, const Logits& sha
   double sum = 0.0;
   for (int64_t at = 0; at < shape.length; at += kRowBlock) {
     const int64_t count = least(shape.length - at, kRowBlock);
-    const float* x = widen_row(logits, offset + at, count, row_type(shape), buffer);
+    const float* x = widen(logits, offset + at, count, shape.type, buffer);
     const float highest = greatest(x, count, maximum);
     if (highest > maximum) {
       sum *= static_cast<double>(__builtin_expf(maximum - highest));
@@ -72,15 +70,15 @@ static void gradient_block(const float* x, float* out, int64_t count, const Grad
 /// `out` may be the logits.
 static void write_gradient(const void* logits, int64_t offset, void* out, int64_t out_offset, const Logits& shape, const Gradient& g,
                            int64_t target) {
-  const RowType type = row_type(shape);
+  const ElementType type = shape.type;
   alignas(64) float buffer[kRowBlock], results[kRowBlock];
   for (int64_t at = 0; at < shape.length; at += kRowBlock) {
     const int64_t count = least(shape.length - at, kRowBlock);
-    const float* x = widen_row(logits, offset + at, count, type, buffer);
+    const float* x = widen(logits, offset + at, count, type, buffer);
     float* to = place_in_row(out, out_offset + at, type, results);
     gradient_block(x, to, count, g);
     if (target >= at && target < at + count) to[target - at] -= g.drop;
-    narrow_row(to, out, out_offset + at, count, type);
+    narrow(to, out, out_offset + at, count, type);
   }
 }
 
@@ -90,13 +88,13 @@ void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape,
     const int64_t offset = row * shape.stride, wanted = target[row];
     if (wanted == shape.ignore_index) {
       stats.losses[row] = stats.maxima[row] = stats.sums[row] = 0.0f;
-      if (write) clear_row(logits, offset, shape.length, row_type(shape));
+      if (write) clear_row(logits, offset, shape.length, shape.type);
       continue;
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
     double total = 0.0;
     float chosen = kNan, buffer;
-    if (valid) chosen = *widen_row(logits, offset + wanted, 1, row_type(shape), &buffer);
+    if (valid) chosen = *widen(logits, offset + wanted, 1, shape.type, &buffer);
     const RowStats found = find_stats(logits, offset, shape, total);
     const float lse = found.log_sum_exp();
     float loss = __builtin_logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) + shape.z_loss * lse * lse;
@@ -114,7 +112,7 @@ void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const
   for (int64_t row = begin; row < end; ++row) {
     const int64_t to = row * shape.length, wanted = target[row];
     if (wanted == shape.ignore_index) {
-      clear_row(out, to, shape.length, row_type(shape));
+      clear_row(out, to, shape.length, shape.type);
       continue;
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
@@ -124,16 +122,15 @@ void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const
   }
 }
 
-void scale_rows_cpu(void* values, ElementType logits_type, int64_t begin, int64_t end, float factor) {
+void scale_rows_cpu(void* values, ElementType type, int64_t begin, int64_t end, float factor) {
   if (factor == 1.0f) return;
-  const auto type = static_cast<RowType>(logits_type);
   alignas(64) float buffer[kRowBlock], results[kRowBlock];
   for (int64_t at = begin; at < end; at += kRowBlock) {
     const int64_t count = least(end - at, kRowBlock);
-    const float* from = widen_row(values, at, count, type, buffer);
+    const float* from = widen(values, at, count, type, buffer);
     float* to = place_in_row(values, at, type, results);
     for (int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
-    narrow_row(to, values, at, count, type);
+    narrow(to, values, at, count, type);
   }
 }
 

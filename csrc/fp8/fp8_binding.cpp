@@ -13,12 +13,6 @@ namespace {
 constexpr int64_t kPerRow = -1, kPerTensor = 0;        // in place of a group size
 constexpr int64_t kLongestSegment = (1ll << 31) - 64;  // what the kernels count in 32 bits, unless there is only one
 
-ElementType scaled_type(Dtype dtype, const char* op, const char* argument) {
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
-                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
-}
-
 CodeType code_type(Dtype dtype, const char* op, const char* argument) {
   FLEXOPS_CHECK(dtype == Dtype::e4m3 || dtype == Dtype::e5m2, op, ": ", argument, " must be float8_e4m3fn or float8_e5m2, got ",
                 dtype_name(dtype));
@@ -89,7 +83,7 @@ void quantize_one(const void* x, uint8_t* codes, float* scale, const ScaledLayou
 
 std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, CodeType code, Dtype dtype, int64_t group_size) {
   ScaledLayout l = make_layout(op, x, group_size);
-  l.type = scaled_type(x.dtype(), op, "x"), l.code = code;
+  l.type = element_type(op, "x", x.dtype()), l.code = code;
   Tensor values = empty_like_contiguous(x, dtype);
   Sizes scale_sizes = sizes_of(x);
   if (group_size == kPerTensor) {
@@ -137,10 +131,10 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
   const char* op = "flexops::quantize_fp8_scaled";
   const Dtype dtype = dtype_of_code(dtype_code);
   ScaledLayout l = make_layout(op, x, kPerTensor);
-  l.type = scaled_type(x.dtype(), op, "x"), l.code = code_type(dtype, op, "dtype");
+  l.type = element_type(op, "x", x.dtype()), l.code = code_type(dtype, op, "dtype");
   FLEXOPS_CHECK(scale.dtype() == Dtype::f32 && scale.numel() == 1, op, ": scale must be one float32 number, got shape ", shape_text(scale),
                 " of ", dtype_name(scale.dtype()));
-  FLEXOPS_CHECK(on_this_device_type(scale) && scale.device_index() == x.device_index(), op, ": scale must be on x's device");
+  check_device(op, "scale", scale, "x", x);
   Tensor values = empty_like_contiguous(x, dtype);
   if (x.numel() == 0) return values;
 #if FLEXOPS_DEVICE_CUDA
@@ -161,9 +155,9 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
 
 Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_size, CodeType code, Dtype dtype) {
   ScaledLayout l = make_layout(op, values, group_size);
-  l.type = scaled_type(dtype, op, "dtype"), l.code = code;
+  l.type = element_type(op, "dtype", dtype), l.code = code;
   FLEXOPS_CHECK(scales.dtype() == Dtype::f32, op, ": scales must be float32, got ", dtype_name(scales.dtype()));
-  FLEXOPS_CHECK(on_this_device_type(scales) && scales.device_index() == values.device_index(), op, ": scales must be on values' device");
+  check_device(op, "scales", scales, "values", values);
   bool fits = group_size == kPerTensor ? scales.numel() == 1 : scales.dim() == values.dim();
   for (int64_t d = 0; fits && group_size != kPerTensor && d < values.dim(); ++d) {
     fits = scales.size(d) == (d + 1 < values.dim() ? values.size(d) : l.segments);

@@ -16,10 +16,6 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-static RowType row_type(ElementType type) { return static_cast<RowType>(type); }
-static_assert(static_cast<int>(RowType::f16) == static_cast<int>(ElementType::f16) &&
-              static_cast<int>(RowType::bf16) == static_cast<int>(ElementType::bf16));
-
 template <typename T>
 static T largest_magnitude(const T* values, int64_t count, T mask) {
   T largest = 0;
@@ -60,7 +56,7 @@ static void encode(const void* x, int64_t element, int64_t count, float scale, b
   alignas(64) float buffer[kRowBlock];
   for (int64_t at = 0; at < count; at += kRowBlock) {
     const int64_t part = least(count - at, kRowBlock);
-    const float* values = widen_row(x, element + at, part, row_type(l.type), buffer);
+    const float* values = widen(x, element + at, part, l.type, buffer);
     alignas(64) float scaled[kRowBlock];
     multiply(values, scaled, part, inverse);
     if (l.code == CodeType::e4m3) {
@@ -84,9 +80,9 @@ static void decode(const uint8_t* codes, int64_t count, float scale, void* out, 
     } else {
       i8_to_float(reinterpret_cast<const int8_t*>(codes) + at, values, part);
     }
-    float* scaled = place_in_row(out, element + at, row_type(l.type), buffer);
+    float* scaled = place_in_row(out, element + at, l.type, buffer);
     multiply(values, scaled, part, scale);
-    narrow_row(scaled, out, element + at, part, row_type(l.type));
+    narrow(scaled, out, element + at, part, l.type);
   }
 }
 

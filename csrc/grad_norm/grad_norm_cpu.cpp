@@ -13,12 +13,7 @@ inline void for_each_block(const TensorRow& row, int64_t begin, int64_t end, con
   alignas(64) float buffer[kRowBlock];
   for (int64_t from = begin; from < end; from += kRowBlock) {
     const int64_t count = end - from < kRowBlock ? end - from : kRowBlock;
-    if (row.type[0] == ElementType::f32) {
-      body(static_cast<const float*>(row.array[0]) + from, count);
-    } else {
-      widen_real(row.type[0], row.array[0], from, buffer, count);
-      body(buffer, count);
-    }
+    body(widen(row.array[0], from, count, row.type[0], buffer), count);
   }
 }
 

@@ -4,10 +4,11 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-enum class NormType : uint8_t { f32, f16, bf16 };
+using NormType = ElementType;
 enum class NormCodes : uint8_t { none, int8, e4m3 };
 
 /// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone, and row_type is type, without a residual.

@@ -28,25 +28,25 @@ enum class Gives { results, statistics, int8, e4m3 };
 /// All forward operators: what is not asked for stays undefined.
 Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, bool centered, Gives gives) {
   NormForward n{};
-  n.type = n.row_type = n.weight_type = norm_type(op, "x", x.dtype());
+  n.type = n.row_type = n.weight_type = element_type(op, "x", x.dtype());
   check_x(op, x);
   FLEXOPS_CHECK(on_this_device_type(x), op, ": x must be on the device of the other tensors");
   if (residual) {
-    n.row_type = norm_type(op, "residual", residual->dtype());
-    check_device(op, "residual", *residual, x);
+    n.row_type = element_type(op, "residual", residual->dtype());
+    check_device(op, "residual", *residual, "x", x);
     FLEXOPS_CHECK(same_shape(x, *residual), op, ": residual must have x's shape, ", shape_text(x), ", got ", shape_text(*residual));
   }
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(x);
 #endif
   FLEXOPS_CHECK(eps >= 0, op, ": eps must be at least 0");
-  if (weight) n.weight_type = norm_type(op, "weight", weight->dtype());
+  if (weight) n.weight_type = element_type(op, "weight", weight->dtype());
   if (bias) {
-    const NormType type = norm_type(op, "bias", bias->dtype());
+    const ElementType type = element_type(op, "bias", bias->dtype());
     if (weight && type != n.weight_type) {  // one type for both
-      if (type != NormType::f32) bias = cast(*bias, Dtype::f32);
-      if (n.weight_type != NormType::f32) weight = cast(*weight, Dtype::f32);
-      n.weight_type = NormType::f32;
+      if (type != ElementType::f32) bias = cast(*bias, Dtype::f32);
+      if (n.weight_type != ElementType::f32) weight = cast(*weight, Dtype::f32);
+      n.weight_type = ElementType::f32;
     } else {
       n.weight_type = type;
     }

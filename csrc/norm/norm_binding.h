@@ -10,16 +10,6 @@ constexpr int64_t kMostColumns = 65536;
 
 using Maybe = std::optional<Tensor>;
 
-inline NormType norm_type(const char* op, const char* argument, Dtype dtype) {
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
-                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? NormType::f32 : dtype == Dtype::f16 ? NormType::f16 : NormType::bf16;
-}
-
-inline void check_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& x) {
-  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == x.device_index(), op, ": ", argument, " must be on x's device");
-}
-
 inline void check_x(const char* op, const Tensor& x) {
   FLEXOPS_CHECK(x.dim() > 0, op, ": x must have at least one dimension, got a scalar");
   const int64_t columns = x.size(-1);
@@ -35,7 +25,7 @@ inline Tensor cast(const Tensor& tensor, Dtype dtype) {
 /// A weight or a bias, contiguous.
 inline const void* parameter(const char* op, const char* argument, Maybe& tensor, const Tensor& x) {
   if (!tensor) return nullptr;
-  check_device(op, argument, *tensor, x);
+  check_device(op, argument, *tensor, "x", x);
   FLEXOPS_CHECK(tensor->dim() == 1 && tensor->size(0) == x.size(-1), op, ": ", argument, " must have shape [", x.size(-1), "], got ",
                 shape_text(*tensor));
   if (!tensor->is_contiguous()) tensor = contiguous(*tensor);

@@ -22,7 +22,7 @@ static void add_mixed_row(const NormForward& n, int64_t row) {
 }
 
 /// What a row's elements become.
-template <NormType type, bool kWide>
+template <ElementType type, bool kWide>
 struct Result {
   const void *weight, *bias;
   float mean, rstd;
@@ -43,10 +43,10 @@ struct MixedRow {
   [[gnu::noinline]] void make_block(float* block, int64_t begin, int64_t part) const {
     alignas(64) float buffer[kBlock], weight_buffer[kBlock], bias_buffer[kBlock];
     const float* x = widen(from, begin, part, n.row_type, buffer);
-    const Result<NormType::f32, true> result{n.weight ? widen(n.weight, begin, part, n.weight_type, weight_buffer) : nullptr,
-                                             n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd};
+    const Result<ElementType::f32, true> result{n.weight ? widen(n.weight, begin, part, n.weight_type, weight_buffer) : nullptr,
+                                                n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd};
     for_each(part, [&](int64_t i, int64_t count) {
-      store_at<NormType::f32>(block, i, result(load_at<NormType::f32>(x, i, count), i, count), count);
+      store_at<ElementType::f32>(block, i, result(load_at<ElementType::f32>(x, i, count), i, count), count);
     });
   }
 
@@ -96,19 +96,19 @@ struct Statistics {
 /// The deviations from a mean, and from their own mean how far it was off. In float32 that mean is the row's, and what is left of it is the
 /// rounding of a large sum; for 16-bit elements it is that of the first few, which saves a pass: that it is another mean costs less
 /// accuracy than the elements have lost by their rounding.
-template <NormType type>
+template <ElementType type>
 static Statistics find_statistics(const NormForward& n, const Stored<type>* x) {
   const float inverse = 1.0f / static_cast<float>(n.columns);
   Sums sums, squares;
   float center = 0.0f;
   if (n.centered) {
-    const int64_t columns = type == NormType::f32 ? n.columns : least(n.columns, kSums * kLanes);
+    const int64_t columns = type == ElementType::f32 ? n.columns : least(n.columns, kSums * kLanes);
     for_each_sum(0, columns, [&](int64_t i, int64_t count, int k) { sums.at[k] += load_at<type>(x, i, count); });
     center = sums.total() / static_cast<float>(columns);
   }
   sums = Sums{};
   int64_t done = 0;
-  if constexpr (type == NormType::bf16) {
+  if constexpr (type == ElementType::bf16) {
     for (; done + kSums * kLanes <= n.columns; done += kSums * kLanes) {
       for (int k = 0; k < kSums; k += 2) {
         const Bf16Pairs values = load_bf16_pairs(x + done + k * kLanes);
@@ -147,16 +147,16 @@ static int64_t write_pairs(const NormForward& n, const uint16_t* x, uint16_t* y,
   return i;
 }
 
-template <NormType type, bool kWide>
+template <ElementType type, bool kWide>
 static void write_row(const NormForward& n, const Stored<type>* x, int64_t row, const Statistics& found) {
   const Result<type, kWide> result{n.weight, n.bias, found.mean, found.rstd};
   auto* y = static_cast<Stored<type>*>(n.y) + row * n.columns;
   int64_t done = 0;
-  if constexpr (type == NormType::bf16 && !kWide) done = write_pairs(n, x, y, found);
+  if constexpr (type == ElementType::bf16 && !kWide) done = write_pairs(n, x, y, found);
   for_each(done, n.columns, [&](int64_t i, int64_t count) { store_at<type>(y, i, result(load_at<type>(x, i, count), i, count), count); });
 }
 
-template <NormType type>
+template <ElementType type>
 static void forward_row(const NormForward& n, int64_t row) {
   const Stored<type>* x = static_cast<const Stored<type>*>(n.x) + row * n.x_stride;
   if (n.residual) {
@@ -174,11 +174,11 @@ static void forward_row(const NormForward& n, int64_t row) {
   const Statistics found = find_statistics<type>(n, x);
   if (n.mean) n.mean[row] = found.mean;
   if (n.rstd) n.rstd[row] = found.rstd;
-  constexpr bool kHalf = type != NormType::f32;
+  constexpr bool kHalf = type != ElementType::f32;
   const MixedRow mixed{n, x, found.mean, found.rstd};
   if (n.codes != NormCodes::none) {
     mixed.write_codes(row);
-  } else if (n.type == type && n.weight_type == NormType::f32) {
+  } else if (n.type == type && n.weight_type == ElementType::f32) {
     write_row<type, true>(n, x, row, found);
   } else if (n.type == type && n.weight_type == type) {
     write_row<type, !kHalf>(n, x, row, found);
@@ -187,15 +187,15 @@ static void forward_row(const NormForward& n, int64_t row) {
   }
 }
 
-template <NormType type>
+template <ElementType type>
 static void forward_rows(const NormForward& n, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) forward_row<type>(n, row);
 }
 
 void norm_forward_cpu(const NormForward& n, int64_t begin, int64_t end) {
-  n.row_type == NormType::f32   ? forward_rows<NormType::f32>(n, begin, end)
-  : n.row_type == NormType::f16 ? forward_rows<NormType::f16>(n, begin, end)
-                                : forward_rows<NormType::bf16>(n, begin, end);
+  n.row_type == ElementType::f32   ? forward_rows<ElementType::f32>(n, begin, end)
+  : n.row_type == ElementType::f16 ? forward_rows<ElementType::f16>(n, begin, end)
+                                   : forward_rows<ElementType::bf16>(n, begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -12,8 +12,8 @@ Tensor empty_nothing(const Tensor& x, Dtype dtype) {
 }
 
 void check_gradient(const char* op, const char* argument, const Tensor& grad, const Tensor& x) {
-  check_device(op, argument, grad, x);
-  norm_type(op, argument, grad.dtype());
+  check_device(op, argument, grad, "x", x);
+  element_type(op, argument, grad.dtype());
   FLEXOPS_CHECK(same_shape(grad, x), op, ": ", argument, " must have x's shape, ", shape_text(x), ", got ", shape_text(grad));
 }
 
@@ -27,7 +27,7 @@ struct Backward {
 
 Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Maybe weight, Tensor statistics, bool centered, bool need_x,
                   bool need_weight, bool need_bias, Dtype bias_dtype) {
-  norm_type(op, "x", x.dtype());
+  element_type(op, "x", x.dtype());
   check_x(op, x);
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(x);
@@ -40,20 +40,20 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
     if (grad_residual) make_float32(*grad_residual);
   }
   NormBackward n{};
-  n.type = n.weight_type = norm_type(op, "x", x.dtype());
+  n.type = n.weight_type = element_type(op, "x", x.dtype());
   need_weight = need_weight && weight.has_value();
   const Dtype weight_dtype = weight ? weight->dtype() : Dtype::f32;
   if (weight) {
-    norm_type(op, "weight", weight_dtype);
+    element_type(op, "weight", weight_dtype);
 #if FLEXOPS_DEVICE_CPU
     if (weight_dtype != x.dtype()) make_float32(*weight);  // the kernels take these two
 #endif
-    n.weight_type = norm_type(op, "weight", weight->dtype());
+    n.weight_type = element_type(op, "weight", weight->dtype());
   }
-  n.bias_type = norm_type(op, "bias_dtype", bias_dtype);
+  n.bias_type = element_type(op, "bias_dtype", bias_dtype);
   n.weight = parameter(op, "weight", weight, x);
   n.columns = x.size(-1), n.rows = x.numel() / n.columns, n.centered = centered;
-  check_device(op, "statistics", statistics, x);
+  check_device(op, "statistics", statistics, "x", x);
   FLEXOPS_CHECK(statistics.dtype() == Dtype::f32 && statistics.numel() == (centered ? 2 : 1) * n.rows, op,
                 ": statistics must be those that the forward operator returned");
   if (!statistics.is_contiguous()) statistics = contiguous(statistics);

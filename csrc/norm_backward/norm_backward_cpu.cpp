@@ -6,7 +6,7 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-template <NormType type, bool kWide>
+template <ElementType type, bool kWide>
 static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, float* sum_bias) {
   const auto* x = static_cast<const Stored<type>*>(n.x) + row * n.x_stride;
   const auto* grad = static_cast<const Stored<type>*>(n.grad) + row * n.grad_stride;
@@ -31,8 +31,8 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
   const auto* also = static_cast<const Stored<type>*>(n.grad_residual) + (n.grad_residual ? row * n.grad_residual_stride : 0);
   for_each(n.columns, [&](int64_t i, int64_t count) {
     const Floats value = load_at<type>(grad, i, count), place = unit(i, count);
-    if (sum_weight) store_at<NormType::f32>(sum_weight, i, load_at<NormType::f32>(sum_weight, i, count) + value * place, count);
-    if (sum_bias) store_at<NormType::f32>(sum_bias, i, load_at<NormType::f32>(sum_bias, i, count) + value, count);
+    if (sum_weight) store_at<ElementType::f32>(sum_weight, i, load_at<ElementType::f32>(sum_weight, i, count) + value * place, count);
+    if (sum_bias) store_at<ElementType::f32>(sum_bias, i, load_at<ElementType::f32>(sum_bias, i, count) + value, count);
     if (n.grad_x) {
       Floats change = (scaled(value, i, count) - level - place * slope) * rstd;
       if (n.grad_residual) change += load_at<type>(also, i, count);
@@ -41,7 +41,7 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
   });
 }
 
-template <NormType type, bool kWide>
+template <ElementType type, bool kWide>
 static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
   for (int64_t part = begin; part < end; ++part) {
     float* sum_weight = n.grad_weight ? n.partial + part * n.columns : nullptr;
@@ -53,19 +53,19 @@ static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
   }
 }
 
-template <NormType type>
+template <ElementType type>
 static void backward_of(const NormBackward& n, int64_t begin, int64_t end) {
-  n.weight_type == NormType::f32 ? backward_parts<type, true>(n, begin, end) : backward_parts<type, false>(n, begin, end);
+  n.weight_type == ElementType::f32 ? backward_parts<type, true>(n, begin, end) : backward_parts<type, false>(n, begin, end);
 }
 
 void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
-  n.type == NormType::f32   ? backward_parts<NormType::f32, true>(n, begin, end)
-  : n.type == NormType::f16 ? backward_of<NormType::f16>(n, begin, end)
-                            : backward_of<NormType::bf16>(n, begin, end);
+  n.type == ElementType::f32   ? backward_parts<ElementType::f32, true>(n, begin, end)
+  : n.type == ElementType::f16 ? backward_of<ElementType::f16>(n, begin, end)
+                               : backward_of<ElementType::bf16>(n, begin, end);
 }
 
 /// Columns [begin, end) of the sums' sum.
-static void reduce(const float* partial, const NormBackward& n, void* out, NormType type, int64_t begin, int64_t end) {
+static void reduce(const float* partial, const NormBackward& n, void* out, ElementType type, int64_t begin, int64_t end) {
   float sum[kBlock];
   for (int64_t at = begin; at < end; at += kBlock) {
     const int64_t count = least(end - at, kBlock);

@@ -8,12 +8,6 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-ElementType quant_type(Dtype dtype, const char* argument) {
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, argument, " must be float32, float16 or bfloat16, got ",
-                dtype_name(dtype));
-  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
-}
-
 int64_t check_numbers(const char* op, const Tensor& tensor, int64_t bits, int64_t group_size, int64_t dim) {
   const int64_t dims = tensor.dim();
   FLEXOPS_CHECK(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
@@ -79,7 +73,7 @@ int64_t grain(const QuantLayout& l, int64_t columns) {
 
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, int64_t dim, bool symmetric) {
   const char* op = "flexops::quantize";
-  const ElementType type = quant_type(x.dtype(), "flexops::quantize: x");
+  const ElementType type = element_type("", "flexops::quantize: x", x.dtype());
   dim = check_numbers(op, x, bits, group_size, dim);
   const Sizes sizes(x.sizes(), x.sizes() + x.dim());
   QuantLayout l = make_layout(sizes, dim, bits, group_size, symmetric, type, type);
@@ -110,11 +104,11 @@ Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, in
   const char* op = "flexops::dequantize";
   const Dtype dtype = dtype_of_code(dtype_code);
   FLEXOPS_CHECK(packed.dtype() == Dtype::u8, op, ": packed must be uint8, got ", dtype_name(packed.dtype()));
-  const ElementType scale_type = quant_type(scales.dtype(), "flexops::dequantize: scales");
-  const ElementType type = quant_type(dtype, "flexops::dequantize: dtype");
+  const ElementType scale_type = element_type("", "flexops::dequantize: scales", scales.dtype());
+  const ElementType type = element_type("", "flexops::dequantize: dtype", dtype);
   dim = check_numbers(op, packed, bits, group_size, dim);
   FLEXOPS_CHECK(length >= 0, op, ": length must not be negative, got ", length);
-  FLEXOPS_CHECK(on_this_device_type(scales) && scales.device_index() == packed.device_index(), op, ": scales must be on packed's device");
+  check_device(op, "scales", scales, "packed", packed);
   FLEXOPS_CHECK(scales.dim() == packed.dim() + 1, op, ": scales must have one dimension more than packed, got shape ", shape_text(scales));
   const int64_t pair = scales.size(dim + 1);
   FLEXOPS_CHECK(pair == 1 || pair == 2, op, ": scales must have 2 (1 if symmetric) entries along dim ", dim + 1, ", got shape ",

@@ -90,14 +90,14 @@ static void unpack_run(const uint8_t* FLEXOPS_RESTRICT packed, uint8_t* FLEXOPS_
   }
 }
 
-FLEXOPS_INLINE Extremes scan_run(const void* x, int64_t offset, int64_t count, ElementType type) {
+FLEXOPS_INLINED Extremes scan_run(const void* x, int64_t offset, int64_t count, ElementType type) {
   Extremes e;
   const int64_t done = scan_fast(x, offset, count, type, e);
   if (done < count) scan_rest(x, offset + done, count - done, type, e);
   return e;
 }
 
-FLEXOPS_INLINE void encode_group(const void* x, uint8_t* packed, const QuantLayout& l, const Coding& c, const Place& p, const Group& g) {
+FLEXOPS_INLINED void encode_group(const void* x, uint8_t* packed, const QuantLayout& l, const Coding& c, const Place& p, const Group& g) {
   uint8_t* out = packed + p.packed;
   const int64_t done = encode_fast(x, p.element, p.rows, g, c, l.bits, out);
   if (done < p.rows) encode_rest(x, done, out, l, c, p, g);

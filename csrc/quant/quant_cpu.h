@@ -3,7 +3,7 @@
 
 #include "quant/quant.h"
 
-#include "common/cpu_math.h"
+#include "common/cpu_elements.h"
 
 namespace flexops::FLEXOPS_ISA {
 
@@ -19,9 +19,7 @@ constexpr float kRound = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
 static const float kInfinity = __builtin_inff();
 
 // A group of 64 takes some 40 cycles, of which calls with so many arguments would be a good part.
-#define FLEXOPS_INLINE static inline __attribute__((always_inline))
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+#define FLEXOPS_INLINED static inline __attribute__((always_inline))
 
 static float largest_of(ElementType type) {
   return type == ElementType::f16 ? 65504.0f : type == ElementType::bf16 ? 3.38953139e38f : kFloatMax;
@@ -31,31 +29,6 @@ static float round_to(float value, ElementType type) {
   if (type == ElementType::f16) return f16_to_float(float_to_f16(value));
   if (type == ElementType::bf16) return bf16_to_float(float_to_bf16(value));
   return value;
-}
-
-/// `count` neighbouring elements as floats: in place, or in `buffer`.
-static const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
-  if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == ElementType::bf16) {
-    bf16_to_float(bits, buffer, count);
-  } else {
-    f16_to_float(bits, buffer, count);
-  }
-  return buffer;
-}
-
-[[gnu::noinline]] static void narrow(const float* from, void* to, int64_t offset, int64_t count, ElementType type) {
-  if (type == ElementType::f32) {
-    float* out = static_cast<float*>(to) + offset;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store_floats(out + i, load_floats(from + i));  // a memcpy starts too slowly for a few numbers
-    for (; i < count; ++i) few(i), out[i] = from[i];
-  } else if (type == ElementType::bf16) {
-    float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else {
-    float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
-  }
 }
 
 /// What all groups of a tensor share.

@@ -86,7 +86,7 @@ static inline __m256i join_bytes(__m256i a, __m256i b, __m256i c, __m256i d) {
 }
 
 template <ElementType type>
-FLEXOPS_INLINE int64_t scan_vectors(const void* x, int64_t offset, int64_t count, Extremes& out) {
+FLEXOPS_INLINED int64_t scan_vectors(const void* x, int64_t offset, int64_t count, Extremes& out) {
   if (count < 8) return 0;
   Extremes8 first, second;
   int64_t i = 0;
@@ -100,8 +100,8 @@ FLEXOPS_INLINE int64_t scan_vectors(const void* x, int64_t offset, int64_t count
 }
 
 template <ElementType type>
-FLEXOPS_INLINE int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits,
-                                      uint8_t* out) {
+FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits,
+                                       uint8_t* out) {
   const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale), top = _mm256_set1_ps(c.top);
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(c.mask));
   const __m256i halves = _mm256_set1_epi16(0x0110);  // even byte * 16 + odd byte
@@ -172,8 +172,8 @@ struct Table {
 };
 
 template <ElementType type>
-FLEXOPS_INLINE int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
-                                      int64_t offset) {
+FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
+                                       int64_t offset) {
   int64_t i = 0;
   if (bits == 4 && count >= 16) {
     const Table<type> table(step, minimum, flip);
@@ -285,8 +285,8 @@ static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scale
 
 /// One row of a tile; `shift` finds its halves of the bytes.
 template <ElementType type>
-FLEXOPS_INLINE int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
-                                      const float* minimum, void* out, int64_t offset) {
+FLEXOPS_INLINED int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
+                                       const float* minimum, void* out, int64_t offset) {
   const __m256i masks = _mm256_set1_epi32(mask), flips = _mm256_set1_epi32(flip);
   const __m128i shifts = _mm_cvtsi32_si128(shift);
   int64_t i = 0;

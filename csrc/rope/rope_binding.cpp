@@ -6,17 +6,6 @@
 namespace flexops {
 namespace {
 
-ElementType type_of(const char* op, const char* argument, Dtype dtype) {
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, ": ", argument,
-                " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
-  return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::f16 ? ElementType::f16 : ElementType::bf16;
-}
-
-void check_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& query) {
-  FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == query.device_index(), op, ": ", argument,
-                " must be on the device of query");
-}
-
 /// Dense, in the order of dimensions that `like` has: batch, length, heads, head_dim, if its heads are nearer to each other than its
 /// positions are; else batch, heads, length, head_dim.
 Tensor make_result(const Tensor& like) {
@@ -36,13 +25,13 @@ void put_strides(int64_t (&to)[4], const Tensor& tensor) {
 Rope make_call(const char* op, const Tensor& query, const std::optional<Tensor>& key, Tensor& cos, Tensor& sin,
                const std::optional<Tensor>& positions, bool interleaved, bool inverse) {
   Rope c = {};
-  c.type = type_of(op, "query", query.dtype());
+  c.type = element_type(op, "query", query.dtype());
   FLEXOPS_CHECK(query.dim() == 4, op, ": query must have shape [batch, heads, length, head_dim], got ", shape_text(query));
   c.batch = query.size(0), c.length = query.size(2), c.head_dim = query.size(3);
   c.interleaved = interleaved, c.inverse = inverse;
-  c.table_type = type_of(op, "cos", cos.dtype());
-  check_device(op, "cos", cos, query);
-  check_device(op, "sin", sin, query);
+  c.table_type = element_type(op, "cos", cos.dtype());
+  check_device(op, "cos", cos, "query", query);
+  check_device(op, "sin", sin, "query", query);
   const bool looked_up = cos.dim() == 3;  // a row for each position, with each number twice
   FLEXOPS_CHECK(looked_up ? (cos.size(0) == 1 || cos.size(0) == c.batch) && cos.size(1) == c.length && cos.size(2) % 2 == 0 &&
                                 cos.size(2) <= c.head_dim
@@ -62,7 +51,7 @@ Rope make_call(const char* op, const Tensor& query, const std::optional<Tensor>&
   c.tensors[0].in = query.data();
   put_strides(c.tensors[0].in_strides, query);
   if (key) {
-    check_device(op, "key", *key, query);
+    check_device(op, "key", *key, "query", query);
     FLEXOPS_CHECK(key->dtype() == query.dtype(), op, ": key must be ", dtype_name(query.dtype()), ", as query, got ",
                   dtype_name(key->dtype()));
     FLEXOPS_CHECK(key->dim() == 4 && key->size(0) == c.batch && key->size(2) == c.length && key->size(3) == c.head_dim, op,
@@ -75,7 +64,7 @@ Rope make_call(const char* op, const Tensor& query, const std::optional<Tensor>&
                 shape_text(cos));
   if (positions) {
     const Tensor& p = *positions;
-    check_device(op, "positions", p, query);
+    check_device(op, "positions", p, "query", query);
     FLEXOPS_CHECK(p.dtype() == Dtype::i64 || p.dtype() == Dtype::i32, op, ": positions must be int64 or int32, got ",
                   dtype_name(p.dtype()));
     const bool shared = p.dim() == 1 && p.size(0) == c.length;

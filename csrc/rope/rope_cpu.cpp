@@ -2,61 +2,32 @@
 
 #include "rope/rope.h"
 
-#include "common/cpu_math.h"
+#include "common/cpu_elements.h"
 
 namespace flexops::FLEXOPS_ISA {
 
 // Pairs that are worked on at once: a tile's cos and sin of all its positions stay in the first-level cache, for every head.
 constexpr int64_t kPairs = 128;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static float load_one(const void* from, int64_t at, ElementType type) {
-  if (type == ElementType::bf16) return bf16_to_float(static_cast<const uint16_t*>(from)[at]);
-  if (type == ElementType::f16) return f16_to_float(static_cast<const uint16_t*>(from)[at]);
-  return static_cast<const float*>(from)[at];
-}
-
-static void store_one(void* to, int64_t at, float value, ElementType type) {
-  if (type == ElementType::bf16) {
-    static_cast<uint16_t*>(to)[at] = float_to_bf16(value);
-  } else if (type == ElementType::f16) {
-    static_cast<uint16_t*>(to)[at] = float_to_f16(value);
-  } else {
-    static_cast<float*>(to)[at] = value;
-  }
-}
-
 [[gnu::noinline]] static void load_strided(const void* from, int64_t offset, int64_t stride, int64_t count, ElementType type,
                                            float* buffer) {
-  for (int64_t i = 0; i < count; ++i) buffer[i] = load_one(from, offset + i * stride, type);
+  for (int64_t i = 0; i < count; ++i) buffer[i] = load(from, offset + i * stride, type);
 }
 
 /// `count` elements as floats: in place where that is possible, else in `buffer`.
-static const float* widen(const void* from, int64_t offset, int64_t stride, int64_t count, ElementType type, float* buffer) {
+static const float* widen_strided(const void* from, int64_t offset, int64_t stride, int64_t count, ElementType type, float* buffer) {
   if (stride != 1 && count > 1) {
     load_strided(from, offset, stride, count, type, buffer);
     return buffer;
   }
-  if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
-  const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
-  if (type == ElementType::bf16) {
-    bf16_to_float(bits, buffer, count);
-  } else {
-    f16_to_float(bits, buffer, count);
-  }
-  return buffer;
+  return widen(from, offset, count, type, buffer);
 }
 
-static void narrow(const float* from, void* to, int64_t offset, int64_t stride, int64_t count, ElementType type) {
+static void narrow_strided(const float* from, void* to, int64_t offset, int64_t stride, int64_t count, ElementType type) {
   if (stride != 1 && count > 1) {
-    for (int64_t i = 0; i < count; ++i) store_one(to, offset + i * stride, from[i], type);
-  } else if (type == ElementType::bf16) {
-    float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
-  } else if (type == ElementType::f16) {
-    float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
+    for (int64_t i = 0; i < count; ++i) store(to, offset + i * stride, from[i], type);
   } else {
-    memcpy(static_cast<float*>(to) + offset, from, static_cast<size_t>(count) * sizeof(float));
+    narrow(from, to, offset, count, type);
   }
 }
 
@@ -76,9 +47,9 @@ struct Angles {
       const bool known = position >= 0 && position < c.max_positions;
       const int64_t row = known ? position : 0;
       float buffer[kPairs];
-      const float* cosines = widen(c.cos, batch * c.cos_batch + row * c.cos_stride + pair, 1, count, c.table_type, buffer);
+      const float* cosines = widen_strided(c.cos, batch * c.cos_batch + row * c.cos_stride + pair, 1, count, c.table_type, buffer);
       for (int64_t i = 0; i < count; ++i) cos[l][i] = known ? cosines[i] : __builtin_nanf("");
-      const float* sines = widen(c.sin, batch * c.sin_batch + row * c.sin_stride + pair, 1, count, c.table_type, buffer);
+      const float* sines = widen_strided(c.sin, batch * c.sin_batch + row * c.sin_stride + pair, 1, count, c.table_type, buffer);
       for (int64_t i = 0; i < count; ++i) sin[l][i] = known ? (c.inverse ? -sines[i] : sines[i]) : __builtin_nanf("");
     }
   }
@@ -114,21 +85,21 @@ static void rotate(const Rope& c, const RopeTensor& t, int64_t in, int64_t out, 
   float x_buffer[2 * kPairs], y_buffer[kPairs], x_out[2 * kPairs], y_out[kPairs];
   const int64_t in_step = t.in_strides[3], out_step = t.out_strides[3];
   if (c.interleaved) {
-    const float* x = widen(t.in, in + 2 * pair * in_step, in_step, 2 * count, c.type, x_buffer);
+    const float* x = widen_strided(t.in, in + 2 * pair * in_step, in_step, 2 * count, c.type, x_buffer);
     rotate_neighbours(x, cos, sin, x_out, count);
-    narrow(x_out, t.out, out + 2 * pair * out_step, out_step, 2 * count, c.type);
+    narrow_strided(x_out, t.out, out + 2 * pair * out_step, out_step, 2 * count, c.type);
     return;
   }
-  const float* x = widen(t.in, in + pair * in_step, in_step, count, c.type, x_buffer);
-  const float* y = widen(t.in, in + (c.half + pair) * in_step, in_step, count, c.type, y_buffer);
+  const float* x = widen_strided(t.in, in + pair * in_step, in_step, count, c.type, x_buffer);
+  const float* y = widen_strided(t.in, in + (c.half + pair) * in_step, in_step, count, c.type, y_buffer);
   if (c.type == ElementType::f32 && out_step == 1) {
     float* to = static_cast<float*>(t.out) + out + pair;
     rotate_halves(x, y, cos, sin, to, to + c.half, count);
     return;
   }
   rotate_halves(x, y, cos, sin, x_out, y_out, count);
-  narrow(x_out, t.out, out + pair * out_step, out_step, count, c.type);
-  narrow(y_out, t.out, out + (c.half + pair) * out_step, out_step, count, c.type);
+  narrow_strided(x_out, t.out, out + pair * out_step, out_step, count, c.type);
+  narrow_strided(y_out, t.out, out + (c.half + pair) * out_step, out_step, count, c.type);
 }
 
 /// What is beyond the rotary dimension.
@@ -138,7 +109,7 @@ static void copy_rest(const Rope& c, const RopeTensor& t, int64_t in, int64_t ou
   if (in_step == 1 && t.out_strides[3] == 1) {
     memcpy(static_cast<char*>(t.out) + out * size, static_cast<const char*>(t.in) + in * size, static_cast<size_t>(count * size));
   } else {
-    for (int64_t i = 0; i < count; ++i) store_one(t.out, out + i * t.out_strides[3], load_one(t.in, in + i * in_step, c.type), c.type);
+    for (int64_t i = 0; i < count; ++i) store(t.out, out + i * t.out_strides[3], load(t.in, in + i * in_step, c.type), c.type);
   }
 }
 

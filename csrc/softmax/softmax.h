@@ -4,10 +4,11 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-enum class SoftmaxType : uint8_t { f32, f16, bf16 };
+using SoftmaxType = ElementType;
 enum class SoftmaxMask : uint8_t { none, boolean, f32, f16, bf16 };
 
 constexpr int kSoftmaxDims = 8;

@@ -8,13 +8,6 @@ namespace {
 
 constexpr int64_t kLongest = int64_t{1} << 30;
 
-SoftmaxType softmax_type(const Tensor& tensor, const char* argument) {
-  const Dtype dtype = tensor.dtype();
-  FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, argument, " must be float32, float16 or bfloat16, got ",
-                dtype_name(dtype));
-  return dtype == Dtype::f32 ? SoftmaxType::f32 : dtype == Dtype::f16 ? SoftmaxType::f16 : SoftmaxType::bf16;
-}
-
 /// Elements from one row to the next if rows are evenly spaced, contiguous and at multiples of the same distance from 16 bytes as in a
 /// contiguous tensor; -1 if they are not.
 int64_t row_stride(const Tensor& x, int64_t length) {
@@ -50,7 +43,7 @@ int64_t take_rows(Tensor& x, int64_t length) {
 
 SoftmaxRows make_rows(const Tensor& x, const char* argument) {
   SoftmaxRows rows = {};
-  rows.type = softmax_type(x, argument);
+  rows.type = element_type("", argument, x.dtype());
   FLEXOPS_CHECK(x.dim() >= 1, argument, " must have at least one dimension, got a scalar");
   rows.length = x.size(-1);
   FLEXOPS_CHECK(rows.length <= kLongest, argument, " must have a last dimension of at most ", kLongest, ", got shape ", shape_text(x));
@@ -62,11 +55,12 @@ SoftmaxRows make_rows(const Tensor& x, const char* argument) {
 /// How x's rows find theirs in the mask; mask must be broadcastable to x.
 void place_mask(SoftmaxRows& rows, const Tensor& x, Tensor& mask) {
   const char* op = "flexops::scaled_masked_softmax";
-  FLEXOPS_CHECK(on_this_device_type(mask) && mask.device_index() == x.device_index(), op, ": mask must be on x's device");
+  check_device(op, "mask", mask, "x", x);
   rows.mask = mask.dtype() == Dtype::boolean
                   ? SoftmaxMask::boolean
-                  : static_cast<SoftmaxMask>(1 + static_cast<int>(SoftmaxMask::boolean) +
-                                             static_cast<int>(softmax_type(mask, "flexops::scaled_masked_softmax: mask (unless bool)")));
+                  : static_cast<SoftmaxMask>(
+                        1 + static_cast<int>(SoftmaxMask::boolean) +
+                        static_cast<int>(element_type("", "flexops::scaled_masked_softmax: mask (unless bool)", mask.dtype())));
   const int64_t dims = x.dim(), missing = dims - mask.dim();
   FLEXOPS_CHECK(missing >= 0, op, ": mask must be broadcastable to x, got shape ", shape_text(mask), " for ", shape_text(x));
   for (int64_t d = missing; d < dims; ++d) {
@@ -136,7 +130,7 @@ Tensor causal_softmax(Tensor x, double scale) {
 Tensor softmax_backward(Tensor grad, Tensor y, double scale, bool causal) {
   const char* op = "flexops::softmax_backward";
   SoftmaxRows rows = make_rows(y, "flexops::softmax_backward: y");
-  FLEXOPS_CHECK(on_this_device_type(grad) && grad.device_index() == y.device_index(), op, ": grad must be on y's device");
+  check_device(op, "grad", grad, "y", y);
   FLEXOPS_CHECK(grad.dtype() == y.dtype() && same_shape(grad, y), op, ": grad must have y's dtype and shape, got ",
                 dtype_name(grad.dtype()), " ", shape_text(grad), " for ", shape_text(y));
   FLEXOPS_CHECK(!causal || y.dim() >= 2, op, ": y must have at least two dimensions, queries and keys, got shape ", shape_text(y));

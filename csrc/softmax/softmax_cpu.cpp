@@ -15,8 +15,6 @@ static const float kInfinity = __builtin_inff();
 // needed.
 constexpr int64_t kHeld = 4096, kMostHeld = int64_t{1} << 18;
 
-static RowType row_type(const SoftmaxRows& rows) { return static_cast<RowType>(rows.type); }
-
 /// A row's mask.
 struct MaskRow {
   const void* data = nullptr;  // null: none, or one value for all of the row
@@ -40,7 +38,7 @@ static MaskRow find_mask(const void* mask, const SoftmaxRows& rows, int64_t row,
     if (static_cast<const uint8_t*>(mask)[m.offset] == 0) length = 0;
   } else {
     float buffer;
-    m.bias = *widen_row(mask, m.offset, 1, static_cast<RowType>(static_cast<int>(rows.mask) - static_cast<int>(SoftmaxMask::f32)), &buffer);
+    m.bias = *widen(mask, m.offset, 1, static_cast<ElementType>(static_cast<int>(rows.mask) - static_cast<int>(SoftmaxMask::f32)), &buffer);
   }
   return m;
 }
@@ -54,8 +52,8 @@ static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, 
     for (int64_t i = 0; i < count; ++i) s[i] = keep[i] ? s[i] : -kInfinity;
   } else {
     alignas(64) float buffer[kRowBlock];
-    const auto type = static_cast<RowType>(static_cast<int>(m.kind) - static_cast<int>(SoftmaxMask::f32));
-    const float* FLEXOPS_RESTRICT added = widen_row(m.data, m.offset + at, count, type, buffer);
+    const auto type = static_cast<ElementType>(static_cast<int>(m.kind) - static_cast<int>(SoftmaxMask::f32));
+    const float* FLEXOPS_RESTRICT added = widen(m.data, m.offset + at, count, type, buffer);
     for (int64_t i = 0; i < count; ++i) s[i] += added[i];
   }
 }
@@ -64,14 +62,14 @@ static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, 
 [[gnu::noinline]] static void make_exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows,
                                              const MaskRow& mask, float* FLEXOPS_RESTRICT s) {
   alignas(64) float buffer[kRowBlock];
-  const float* FLEXOPS_RESTRICT values = widen_row(x, offset + at, count, row_type(rows), buffer);
+  const float* FLEXOPS_RESTRICT values = widen(x, offset + at, count, rows.type, buffer);
   const float scale = rows.scale;
   for (int64_t i = 0; i < count; ++i) s[i] = values[i] * scale;
   apply_mask(s, mask, at, count);
 }
 
 /// out = x * scale for `count` elements from x's `offset` on, in floats; returns the greatest of them and `maximum`.
-template <RowType type>
+template <ElementType type>
 static float scale_block(const void* x, int64_t offset, int64_t count, float scale, float* out, float maximum) {
   Floats a = floats_of(maximum), b = a;
   int64_t i = 0;
@@ -99,10 +97,10 @@ static float scale_block(const void* x, int64_t offset, int64_t count, float sca
 static float exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows, const MaskRow& mask, float* s,
                        float maximum) {
   if (mask.kind == SoftmaxMask::none) {
-    const RowType type = row_type(rows);
-    return type == RowType::f32   ? scale_block<RowType::f32>(x, offset + at, count, rows.scale, s, maximum)
-           : type == RowType::f16 ? scale_block<RowType::f16>(x, offset + at, count, rows.scale, s, maximum)
-                                  : scale_block<RowType::bf16>(x, offset + at, count, rows.scale, s, maximum);
+    const ElementType type = rows.type;
+    return type == ElementType::f32   ? scale_block<ElementType::f32>(x, offset + at, count, rows.scale, s, maximum)
+           : type == ElementType::f16 ? scale_block<ElementType::f16>(x, offset + at, count, rows.scale, s, maximum)
+                                      : scale_block<ElementType::bf16>(x, offset + at, count, rows.scale, s, maximum);
   }
   make_exponents(x, offset, at, count, rows, mask, s);
   return greatest(s, count, maximum);
@@ -111,7 +109,7 @@ static float exponents(const void* x, int64_t offset, int64_t at, int64_t count,
 static float settle(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
 
 /// out = values / sum, in whose last bit a product with the reciprocal alone would err.
-template <RowType type>
+template <ElementType type>
 static void divide_to(const float* values, void* out, int64_t offset, int64_t count, float sum) {
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   const auto quotient_of = [sum, inverse](Floats value) {
@@ -125,10 +123,10 @@ static void divide_to(const float* values, void* out, int64_t offset, int64_t co
   store_floats(rest, quotient_of(load_some(values + i, count - i, 0.0f)));
   for (const float* from = rest; i < count; ++i) few(i), store_element<type>(out, offset + i, *from++);
 }
-static void divide(const float* values, void* out, int64_t offset, int64_t count, float sum, RowType type) {
-  if (type == RowType::f32) return divide_to<RowType::f32>(values, out, offset, count, sum);
-  if (type == RowType::f16) return divide_to<RowType::f16>(values, out, offset, count, sum);
-  divide_to<RowType::bf16>(values, out, offset, count, sum);
+static void divide(const float* values, void* out, int64_t offset, int64_t count, float sum, ElementType type) {
+  if (type == ElementType::f32) return divide_to<ElementType::f32>(values, out, offset, count, sum);
+  if (type == ElementType::f16) return divide_to<ElementType::f16>(values, out, offset, count, sum);
+  divide_to<ElementType::bf16>(values, out, offset, count, sum);
 }
 
 /// A row of at most a block, in a buffer that is filled up to whole registers: the stores of a few elements would keep the loads of the
@@ -137,7 +135,7 @@ static void softmax_short(const void* x, int64_t offset, void* out, int64_t out_
                           const MaskRow& mask) {
   static const float zeros[kLanes] = {};
   alignas(64) float s[kRowBlock + kLanes], buffer[kRowBlock];
-  const float* values = widen_row(x, offset, length, row_type(rows), buffer);
+  const float* values = widen(x, offset, length, rows.type, buffer);
   int64_t i = 0;
   for (; i + kLanes <= length; i += kLanes) store_floats(s + i, load_floats(values + i) * rows.scale);
   if (i < length) {
@@ -146,13 +144,13 @@ static void softmax_short(const void* x, int64_t offset, void* out, int64_t out_
   }
   apply_mask(s, mask, 0, length);
   const float sum = sum_powers<true>(s, s, i, settle(greatest(s, i, -kInfinity)));
-  divide(s, out, out_offset, length, sum, row_type(rows));
+  divide(s, out, out_offset, length, sum, rows.type);
 }
 
 /// A row whose exponents fit `held`, which may be where its results go.
 static void softmax_held(const void* x, int64_t offset, void* out, int64_t out_offset, int64_t length, const SoftmaxRows& rows,
                          const MaskRow& mask, float* held) {
-  const RowType type = row_type(rows);
+  const ElementType type = rows.type;
   const int64_t first = unaligned_of(out, out_offset, length, type);
   float maximum = -kInfinity;
   double sum = 0.0;
@@ -179,7 +177,7 @@ static void softmax_long(const void* x, int64_t offset, void* out, int64_t out_o
   for_row_blocks(length, 0, [&](int64_t at, int64_t count) {
     make_exponents(x, offset, at, count, rows, mask, s);
     sum_powers<true>(s, s, count, base);
-    divide(s, out, out_offset + at, count, static_cast<float>(sum), row_type(rows));
+    divide(s, out, out_offset + at, count, static_cast<float>(sum), rows.type);
   });
 }
 
@@ -192,9 +190,9 @@ static int64_t visible(const SoftmaxRows& rows, int64_t row) {
 
 void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& rows, int64_t begin, int64_t end) {
   alignas(64) float buffer[kHeld];
-  const RowType type = row_type(rows);
+  const ElementType type = rows.type;
   float* heap = nullptr;
-  if (type != RowType::f32 && rows.length > kHeld && rows.length <= kMostHeld) {
+  if (type != ElementType::f32 && rows.length > kHeld && rows.length <= kMostHeld) {
     heap = static_cast<float*>(malloc(static_cast<size_t>(rows.length) * sizeof(float)));
   }
   for (int64_t row = begin; row < end; ++row) {
@@ -203,7 +201,7 @@ void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& 
     const int64_t from = row * rows.stride, to = row * rows.length;
     if (length <= kRowBlock) {
       softmax_short(x, from, out, to, length, rows, m);
-    } else if (type == RowType::f32 || heap != nullptr || length <= kHeld) {
+    } else if (type == ElementType::f32 || heap != nullptr || length <= kHeld) {
       softmax_held(x, from, out, to, length, rows, m, place_in_row(out, to, type, heap ? heap : buffer));
     } else {
       softmax_long(x, from, out, to, length, rows, m);
@@ -213,11 +211,11 @@ void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& 
   free(heap);
 }
 
-template <RowType type>
+template <ElementType type>
 static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64_t count) {
   Floats sum[4] = {};
   int64_t i = 0;
-  if constexpr (type == RowType::bf16) {
+  if constexpr (type == ElementType::bf16) {
     const uint16_t *left = static_cast<const uint16_t*>(a) + a_at, *right = static_cast<const uint16_t*>(b) + b_at;
     for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
       for (int k = 0; k < 2; ++k) {
@@ -238,11 +236,11 @@ static float dot(const void* a, int64_t a_at, const void* b, int64_t b_at, int64
 }
 
 /// out = scale * y * (grad - sum)
-template <RowType type>
+template <ElementType type>
 static void write_gradient(const void* grad, int64_t grad_at, const void* y, int64_t y_at, void* out, int64_t out_at, int64_t count,
                            float scale, float sum) {
   int64_t i = 0;
-  if constexpr (type == RowType::bf16) {
+  if constexpr (type == ElementType::bf16) {
     const uint16_t *results = static_cast<const uint16_t*>(y) + y_at, *grads = static_cast<const uint16_t*>(grad) + grad_at;
     for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
       const Bf16Pairs p = load_bf16_pairs(results + i), g = load_bf16_pairs(grads + i);
@@ -260,7 +258,7 @@ static void write_gradient(const void* grad, int64_t grad_at, const void* y, int
   }
 }
 
-template <RowType type>
+template <ElementType type>
 static void backward_rows(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, int64_t begin,
                           int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -278,10 +276,10 @@ static void backward_rows(const void* grad, int64_t grad_stride, const void* y, 
 
 void softmax_backward_cpu(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, int64_t begin,
                           int64_t end) {
-  const RowType type = row_type(rows);
-  if (type == RowType::f32) return backward_rows<RowType::f32>(grad, grad_stride, y, out, rows, begin, end);
-  if (type == RowType::f16) return backward_rows<RowType::f16>(grad, grad_stride, y, out, rows, begin, end);
-  backward_rows<RowType::bf16>(grad, grad_stride, y, out, rows, begin, end);
+  const ElementType type = rows.type;
+  if (type == ElementType::f32) return backward_rows<ElementType::f32>(grad, grad_stride, y, out, rows, begin, end);
+  if (type == ElementType::f16) return backward_rows<ElementType::f16>(grad, grad_stride, y, out, rows, begin, end);
+  backward_rows<ElementType::bf16>(grad, grad_stride, y, out, rows, begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

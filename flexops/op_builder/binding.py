@@ -114,7 +114,7 @@ def _each(argument: Argument, checks: list[str]) -> Iterator[str]:
 def _checks(signature: Signature, argument: Argument) -> Iterator[str]:
     name = argument.name
     allowed = dict(signature.dtypes)[name]
-    yield f'check_here(kOp, "{name}", it_, "{signature.first}", {signature.first});'
+    yield f'check_device(kOp, "{name}", it_, "{signature.first}", {signature.first});'
     if allowed[0] in DTYPES:
         yield "const Dtype type_ = it_.dtype();"
         test = " || ".join(f"type_ == Dtype::{DTYPES[one]}" for one in allowed)
