@@ -163,7 +163,7 @@ def _call(
     stochastic: bool,
     grad_factor: Tensor | None,
 ) -> None:
-    lists = listed(name, **dict(zip(_LIST_NAMES, sequences, strict=False)))
+    lists = listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
     check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
