@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .patching import patch as patch
     from .patching import unpatch as unpatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "nn": "nn",

@@ -55,7 +55,7 @@ struct ByteBarrier {
   }
   FLEXOPS_DEVICE void wait(u32 parity) const {
     FLEXOPS_SM90(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
         "again;\nfinished:\n}" ::"r"(address()),
         "r"(parity) : "memory");
   }

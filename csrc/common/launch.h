@@ -323,10 +323,13 @@ inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
   const Driver& driver = Driver::get();
   int version = 0, clusters = 0;
   const DriverConfig config(c);
-  const bool answered = handle && driver.cuKernelGetAttribute(&version, kPtxVersion, handle, current_gpu()) == 0 && version >= 90 &&
-                        allow_shared(handle, c.shared_bytes) == 0 && driver.cuKernelGetFunction(&function, handle) == 0 &&
-                        driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch) == 0;
-  return answered ? clusters : 0;
+  const auto ask = [&] {
+    int refused = driver.cuKernelGetAttribute(&version, kPtxVersion, handle, current_gpu());
+    if (refused == 0) refused = allow_shared(handle, c.shared_bytes);
+    if (refused == 0) refused = driver.cuKernelGetFunction(&function, handle);
+    return refused ? refused : driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch);
+  };
+  return handle && in_context(ask) == 0 && version >= 90 ? clusters : 0;
 }
 
 using GpuAttribute = int;

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
 #pragma unroll
         for (int i = 0; i < V; ++i) x[i] += r[i];
         own[k * kRingThreads] = narrow<T>(x, p.type);
-        write<T>(to, i64(at) * V, own[k * kRingThreads], p.type);
+        write<T, Cache::streaming>(to, i64(at) * V, own[k * kRingThreads], p.type);
       }
     }
     float2 pair = {0.0f, 0.0f};
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
         if constexpr (kCentered) widen<T>(b, bias[from + k], p.type);
 #pragma unroll
         for (int i = 0; i < V; ++i) v[i] = kCentered ? fmaf((v[i] - mean) * rstd, w[i], b[i]) : v[i] * rstd * w[i];
-        write<T>(to, i64(at) * V, narrow<T>(v, p.type), p.type);
+        write<T, Cache::streaming>(to, i64(at) * V, narrow<T>(v, p.type), p.type);
       }
     }
     ring.release(turn);

@@ -112,10 +112,19 @@ def test_a_library_that_cmake_builds(cmake: str, project: Path, host_compiler: H
     assert "mine::scale: x must be float32 and contiguous" in done.stdout
 
 
-@pytest.mark.parametrize(("asked", "found"), [("0.1.0 EXACT", True), ("0.1", True), ("", True), ("0.2", False), ("0.0", False), ("1", False), ("0.1.9", False)])
+MAJOR, MINOR, PATCH = map(int, __version__.split("."))
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (f"{__version__} EXACT", True), (f"{MAJOR}.{MINOR}", True), ("", True), (f"{MAJOR}.{MINOR + 1}", False), (f"{MAJOR}.{MINOR - 1}", False),
+        (f"{MAJOR + 1}", False), (f"{MAJOR}.{MINOR}.{PATCH + 9}", False),
+    ],
+)  # fmt: skip
 def test_versions_that_go_with_this_one(cmake: str, project: Path, asked: str, found: bool) -> None:
-    version, lists = ".".join(__version__.split(".")[:2]), project / "CMakeLists.txt"
-    lists.write_text(f"cmake_minimum_required(VERSION 3.18)\nproject(mine LANGUAGES NONE)\nfind_package(flexops {asked.replace('0.1', version, 1)} CONFIG)\n"
+    lists = project / "CMakeLists.txt"
+    lists.write_text(f"cmake_minimum_required(VERSION 3.18)\nproject(mine LANGUAGES NONE)\nfind_package(flexops {asked} CONFIG)\n"
                      'message(STATUS "found=${flexops_FOUND}")\n')  # fmt: skip
     place = f"-Dflexops_DIR={layout.cmake_root()}"
     done = subprocess.run([cmake, "-S", str(project), "-B", str(project / "build"), place], capture_output=True, text=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from flexops.ops import norm_quantized as quantized_module
 from flexops.ops._register import references
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120, 8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)
@@ -158,3 +163,27 @@ def test_the_same_bits_every_time(columns: int) -> None:
     for _ in range(5):
         for one, other in zip(first, gradients(), strict=True):
             assert torch.equal(one, other)
+
+
+LONG_ROWS_FIRST = """
+import torch, flexops
+from torch.profiler import ProfilerActivity, profile
+x = torch.randn(64, 65536, device="cuda").bfloat16().requires_grad_()
+y = flexops.rms_norm(x, torch.ones(65536, device="cuda", dtype=torch.bfloat16))
+room = torch.empty(2**28, device="cuda", dtype=torch.uint8)
+del room  # what backward allocates is there: nothing of CUDA's runtime runs on autograd's thread before our kernels
+grad = torch.randn_like(y)
+with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    torch.autograd.grad(y, x, grad)
+    torch.cuda.synchronize()
+print([event.key for event in profiled.key_averages()])
+"""
+
+
+def test_autograds_thread_finds_room_for_clusters_before_its_first_launch() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters are of compute capability 9.0")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", LONG_ROWS_FIRST], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backward_walk" in done.stdout, done.stdout
