@@ -21,7 +21,10 @@ if(NOT TARGET flexops::headers)
   add_library(flexops::headers INTERFACE IMPORTED)
   target_include_directories(flexops::headers INTERFACE "${flexops_INCLUDE_DIR}")
   target_compile_features(flexops::headers INTERFACE cxx_std_17)
+endif()
 
+get_property(flexops_languages GLOBAL PROPERTY ENABLED_LANGUAGES)
+if("CXX" IN_LIST flexops_languages AND NOT TARGET flexops::binding) # bindings are C++; headers serve a project of CUDA alone
   # torch's stable ABI: nothing of torch is included, and what is linked with has its name and its functions, and no code. The process that opens the
   # library has the real one loaded; so no RPATH to this one, which CMake would write for a target or a path among libraries.
   if(NOT TARGET flexops_torch_stub)
