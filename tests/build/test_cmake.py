@@ -21,7 +21,7 @@ LISTS = """
 cmake_minimum_required(VERSION 3.18)
 project(mine LANGUAGES CXX)
 execute_process(COMMAND ${Python_EXECUTABLE} -m flexops cmake-dir OUTPUT_VARIABLE flexops_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
-find_package(flexops 0.1 CONFIG REQUIRED)
+find_package(flexops CONFIG REQUIRED)
 message(STATUS "found ${flexops_VERSION} in ${flexops_INCLUDE_DIR}")
 add_library(mine MODULE binding.cpp)
 target_link_libraries(mine PRIVATE flexops::binding)
