@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -160,6 +161,21 @@ class WebServer(ThreadingHTTPServer):
                 asked.append(self.path)
 
         super().__init__(("127.0.0.1", 0), Handler)
+
+
+def certificate(folder: Path) -> Path:
+    """A certificate for localhost, signed by itself, with its key beside it."""
+    key, file = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(file)], capture_output=True, check=True)
+    return file
+
+
+def encrypted(file: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, file.with_name("key.pem"))
+    return context
 
 
 Fault = Callable[["BadDay", bytes | None], bool]

@@ -174,6 +174,24 @@ def test_over_http_from_a_server_that_knows_files_only(tmp_path: Path, machines:
     assert not second.claims, "a web server cannot be written to"
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_over_https_from_a_server_whose_certificate_is_known(
+    known: bool, tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, require: Any
+) -> None:
+    require(shutil.which("openssl"), "openssl", "apt-get install openssl")
+    certificate = stores.certificate(tmp_path)
+    machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
+    server = stores.WebServer(tmp_path / "www")
+    server.socket = stores.encrypted(certificate).wrap_socket(server.socket, server_side=True)
+    if known:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with stores.served(server) as address:
+        second = opened(f"{address.replace('http://127.0.0.1', 'https://localhost')}/kernels", limit=5.0)
+        assert answer(machines.obtain("second", second).library) == 42
+    assert machines.compiled == (1 if known else 2)
+    assert bool(second.problem) is not known
+
+
 def test_an_edited_header_is_another_artifact_and_the_old_one_stays(url: str, machines: Machines, opened: Open) -> None:
     plan = machines.plan()
     machines.obtain("first", opened(url), plan)
