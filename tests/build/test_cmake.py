@@ -112,7 +112,7 @@ def test_a_library_that_cmake_builds(cmake: str, project: Path, host_compiler: H
     assert "mine::scale: x must be float32 and contiguous" in done.stdout
 
 
-MAJOR, MINOR, PATCH = map(int, __version__.split("."))
+MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
 
 
 @pytest.mark.parametrize(
