@@ -23,6 +23,7 @@ def clone(tmp_path: Path) -> Path:
     for name in KEPT:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
+    note(tmp_path)
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "config", "user.name", "A Tester")
     git(tmp_path, "config", "user.email", "tester@example.org")
@@ -48,6 +49,11 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
+
+
+def note(root: Path) -> None:
+    """Something to be released, also right after a release."""
+    edit(root / "CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n### Added\n\n- What nothing else has.\n")
 
 
 def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
@@ -123,6 +129,8 @@ def test_a_tag_is_made_of_a_checked_clone(tmp_path: Path, require: Callable[...,
     clone = tmp_path / "clone"
     git(clone, "config", "user.name", "A Tester")
     git(clone, "config", "user.email", "tester@example.org")
+    note(clone)
+    commit(clone)
     assert release(clone, "prepare", "9.8.7", "--write").returncode == 0
     commit(clone)
     would = release(clone, "tag")
