@@ -53,9 +53,17 @@ struct ByteBarrier {
   FLEXOPS_DEVICE void expect(int bytes) {
     FLEXOPS_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
+  /// For what this block or its copies bring.
   FLEXOPS_DEVICE void wait(u32 parity) const {
     FLEXOPS_SM90(
         "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
+        "again;\nfinished:\n}" ::"r"(address()),
+        "r"(parity) : "memory");
+  }
+  /// For what other blocks of the cluster have stored. Empties the first-level cache, too.
+  FLEXOPS_DEVICE void wait_for_cluster(u32 parity) const {
+    FLEXOPS_SM90(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
         "again;\nfinished:\n}" ::"r"(address()),
         "r"(parity) : "memory");
   }
@@ -130,7 +138,7 @@ struct ClusterExchange {
   }
   /// What all warps have sent, block by block.
   FLEXOPS_DEVICE const float2* receive(u32 turn) const {
-    told[turn % kPlaces].wait(turn / kPlaces % 2);
+    told[turn % kPlaces].wait_for_cluster(turn / kPlaces % 2);
     return pairs[turn % kPlaces];
   }
 };
