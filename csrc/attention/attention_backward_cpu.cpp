@@ -212,7 +212,7 @@ static bool backward_items(const AttentionBackward& call, float* workspace, int6
 }
 
 bool attention_backward_cpu(const AttentionBackward& call, float* workspace, int64_t* taken) {
-  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return backward_items<true>(call, workspace, taken);
+  if (call.problem.type == ElementType::bf16 && multiplies_bf16()) return backward_items<true>(call, workspace, taken);
   return backward_items<false>(call, workspace, taken);
 }
 

@@ -196,7 +196,7 @@ static AttentionForward with_grouped_rows(AttentionForward call) {
 
 bool attention_cpu(const AttentionForward& original, int64_t* taken) {
   const AttentionForward call = with_grouped_rows(original);
-  if (call.problem.type == AttentionType::bf16 && multiplies_bf16()) return forward_items<true>(call, taken);
+  if (call.problem.type == ElementType::bf16 && multiplies_bf16()) return forward_items<true>(call, taken);
   return forward_items<false>(call, taken);
 }
 

@@ -1,0 +1,87 @@
+// Attention's forward launcher: tiles, tensor maps and grid.
+
+#include "attention/attention_forward.cuh"
+#include "attention/attention_forward_hopper.cuh"
+#include "attention/attention_launch.h"
+
+namespace flexops {
+namespace attention {
+namespace {
+
+template <int D, int DV, int G, int N>
+constexpr Tiling<ForwardHopperParams> hopper_tiling() {
+  using Shape = ForwardHopper<bf16, D, DV, G, N>;
+  return {D, DV, Shape::kM, N, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(forward_hopper, D, DV, G, N)};
+}
+template <int D, int DV, int kTiles, int N>
+constexpr Tiling<ForwardParams> tiling() {
+  using Shape = ForwardShape<bf16, D, DV, kTiles, N>;
+  return {D, DV, Shape::kM, N, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(forward, D, DV, kTiles, N)};
+}
+
+const Tiling<ForwardHopperParams>& choose_hopper(const Attention& a) {
+  static constexpr Tiling<ForwardHopperParams> kTilings[] = {hopper_tiling<32, 32, 3, 128>(),   hopper_tiling<64, 64, 3, 128>(),
+                                                             hopper_tiling<96, 96, 2, 128>(),   hopper_tiling<128, 128, 2, 128>(),
+                                                             hopper_tiling<192, 128, 2, 128>(), hopper_tiling<192, 192, 2, 112>(),
+                                                             hopper_tiling<256, 256, 2, 80>()};
+  static constexpr Tiling<ForwardHopperParams> kLong = hopper_tiling<128, 128, 2, 176>();
+  const auto& found = first_fitting(kTilings, a);
+  return found.dim == kLong.dim && a.length_k >= 8192 ? kLong : found;
+}
+const Tiling<ForwardParams>& choose(const Attention& a) {
+  static constexpr Tiling<ForwardParams> kTilings[] = {tiling<32, 32, 2, 64>(),   tiling<64, 64, 2, 128>(),  tiling<96, 96, 1, 128>(),
+                                                       tiling<128, 128, 2, 64>(), tiling<192, 128, 1, 64>(), tiling<192, 192, 1, 64>(),
+                                                       tiling<256, 256, 1, 64>()};
+  return first_fitting(kTilings, a);
+}
+
+const char* launch_forward(const AttentionForward& c, void* stream) {
+  const Attention& a = c.problem;
+  const auto& tiling = choose(a);
+  const ForwardParams p = make_forward(c, tiling);
+  if (!fits_grid(p.tiles, a.batch, a.heads_q)) return kTooMany;
+  launch_tiles(tiling, a, p.tiles * a.batch * a.heads_q, stream, p);
+  return last_error();
+}
+
+const char* launch_forward_hopper(const AttentionForward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  const auto& tiling = choose_hopper(a);
+  ForwardHopperParams p = {};
+  p.call = make_forward(c, tiling);
+  if (!fits_grid(p.call.tiles, a.batch, a.heads_q)) return kTooMany;
+  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
+  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
+  const int64_t tiles = p.call.tiles * a.batch * a.heads_q, grid = least(tiles, gpu_facts().processors);
+  if (tiles > 2 * grid) {
+    p.counter = static_cast<int*>(workspace);
+    set_zero(static_cast<uint32_t*>(workspace), 1, stream);
+  }
+  launch_tiles(tiling, a, grid, stream, p);
+  return last_error();
+}
+
+}  // namespace
+}  // namespace attention
+
+int64_t attention_workspace(const AttentionForward& call) {
+  const Attention& a = call.problem;
+  if (attention::is_empty(a) || a.length_q == 0) return 0;
+  if (attention::takes_decode(a)) return attention::decode_workspace(a);
+  return attention::takes_hopper(a) ? 256 : 0;
+}
+
+const char* attention_cuda(const AttentionForward& c, void* workspace, void* stream) {
+  const Attention& a = c.problem;
+  if (attention::is_empty(a) || a.length_q == 0) return nullptr;
+  if (attention::takes_decode(a)) return attention::launch_decode(c, workspace, stream);
+  return attention::takes_hopper(a) ? attention::launch_forward_hopper(c, workspace, stream) : attention::launch_forward(c, stream);
+}
+
+}  // namespace flexops
+
+// For tests, which run all ways on one GPU: 0 leaves Hopper's own kernels out.
+extern "C" __attribute__((visibility("default"))) void flexops_attention_hopper(int allowed) {
+  flexops::attention::hopper_allowed = allowed != 0;
+}
