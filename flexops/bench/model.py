@@ -294,7 +294,7 @@ def _no_liger(device: str) -> str:
 
 def _release(device: str) -> None:
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if device == "cuda":
         torch.cuda.empty_cache()
 

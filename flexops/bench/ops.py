@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from .._torch import compile_modes, keep_saved_memory
 from ..errors import FlexopsError
 from ..op_builder import loader
 from . import timing
@@ -23,7 +24,7 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
     """
     chosen = sources(ops)
     _check(setup)
-    _keep_graphs()
+    keep_saved_memory()
     copy = timing.copy_bandwidth(setup.device)
     timings: list[Timing] = []
     absent: list[tuple[str, str, str]] = []
@@ -46,7 +47,7 @@ def _check(setup: Setup) -> None:
     if setup.device not in devices:
         found = setup.device if setup.device != "cuda" else f"cuda, and torch {torch.__version__} sees no GPU"
         raise FlexopsError("there is no such device to measure on", found=found, required=" or ".join(devices), fix="leave --device away, or flexops doctor")
-    if setup.compile and setup.compile not in (modes := list(torch._inductor.list_mode_options())):
+    if setup.compile and setup.compile not in (modes := compile_modes()):
         raise FlexopsError("torch.compile has no such mode", found=setup.compile, required=", ".join([*modes, "off"]), fix="--compile default")
 
 
@@ -68,17 +69,9 @@ def _measure(case: Case, device: str, copy: float, absent: list[tuple[str, str, 
         yield Timing(case.op, case.function, case.name, case.part, name, value, bandwidth, bandwidth / copy, memory, preparation[name])
 
 
-def _keep_graphs() -> None:
-    """Backward passes are repeated here, and compiled ones must not reuse the memory of what was saved for them (an option since torch 2.6)."""
-    import torch._functorch.config as options
-
-    if hasattr(options, "donated_buffer"):
-        options.donated_buffer = False
-
-
 def _release(device: str) -> None:
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if device == "cuda":
         torch.cuda.empty_cache()
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from .._torch import keep_gpu_busy
+
 Call = Callable[[], object]
 Contenders = Mapping[str, Call]
 Measure = Literal["device", "queued", "call", "graph"]
@@ -137,7 +139,7 @@ def _device_turn(call: Call, ahead: bool) -> float:
     calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_TURN_SECONDS / (time.perf_counter() - started))))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     if ahead:
-        torch.cuda._sleep(int(min(1.5 * (calls + 2) * queueing, _LONGEST_HEAD_START) * _CYCLES))
+        keep_gpu_busy(int(min(1.5 * (calls + 2) * queueing, _LONGEST_HEAD_START) * _CYCLES))
     call()
     events[0].record()
     for _ in range(calls):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch import schema_of
 from ..errors import FlexopsError
 from ..op_builder import catalog, schema
 from ..op_builder.binding import in_words
@@ -151,8 +152,9 @@ class Op:
         """
         if function is None:
             return functools.partial(self.backward, saves=saves)
-        tensors = [argument.name for argument in self.op._schema.arguments if "Tensor" in str(argument.type) and "List" not in str(argument.type)]
-        kept, names, results = list(tensors if saves is None else saves), self._names, [result.name for result in self.op._schema.returns]
+        declared = schema_of(self.op)
+        tensors = [argument.name for argument in declared.arguments if "Tensor" in str(argument.type) and "List" not in str(argument.type)]
+        kept, names, results = list(tensors if saves is None else saves), self._names, [result.name for result in declared.returns]
         results = list(self.signature.schema.results) if self.signature else results
         if unknown := [name for name in kept if name not in tensors and name not in results]:
             required = f"tensors among {', '.join([*tensors, *results])}"

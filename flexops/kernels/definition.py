@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from .. import settings
+from .. import _torch, settings
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..op_builder import device_code, layout, loader, provider
-from ..ops import _torch
 from . import binding, launch
 from .binding import Argument, Options, Schema
 from .signature import CPP_TYPES, Signature, kernels
@@ -352,7 +351,7 @@ def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context
             fix=f'a namespace of your own: "{caller.partition(".")[0]}::{schema.text}"',
         )  # fmt: skip
     if known and (known.schema.text, known.differentiable) != (schema.text, bool(backward)):
-        known.library._destroy()
+        _torch.forget(known.library)
         known = None
     if known is None:
         known = _defined[schema.qualname] = _new(schema, bool(backward), caller)
@@ -384,7 +383,7 @@ def _new(schema: Schema, differentiable: bool, caller: str) -> _Registered:
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Schema:
     try:
-        parsed: Any = torch._C.parse_schema(text)
+        parsed = _torch.parse_schema(text)
     except RuntimeError as error:
         raise FlexopsError(
             "flexops.kernel: the schema cannot be read", found=str(error).strip(), required="such as: scale(Tensor x, float factor) -> Tensor",

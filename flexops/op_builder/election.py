@@ -70,9 +70,9 @@ def _ranks() -> Any:
     try:
         if distributed is None or not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return None
-        import torch.distributed.distributed_c10d as c10d
+        from .._torch import store_of_ranks
 
-        return c10d._get_default_store()
+        return store_of_ranks()
     except (AttributeError, ImportError, RuntimeError, ValueError):
         return None
 

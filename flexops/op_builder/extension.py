@@ -221,16 +221,9 @@ def python_build() -> PythonBuild:
 
         include = sysconfig.get_path("include")
     identity = f"{sys.implementation.cache_tag} {'.'.join(map(str, version[:3]))} {importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    return PythonBuild(identity, Path(include), _pybind_abi())
+    from .._torch import pybind_abi  # here, since a start that finds torch broken comes by this module, too
 
-
-def _pybind_abi() -> tuple[str, ...]:
-    """torches up to 2.8 name the ABI of their own bindings; an extension that names another could not take their tensors."""
-    import torch
-
-    names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-    values = [(name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names]
-    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in values if value is not None)
+    return PythonBuild(identity, Path(include), tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items()))
 
 
 def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> tuple[BuildPlan, tuple[str, ...]]:

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..op_builder import loader
-from ..op_builder.spec import FLEXOPS, Project
-from ._torch import (
+from .._torch import (
     any_requires_grad,
     apply_of,
     below_autograd,
@@ -30,7 +28,10 @@ from ._torch import (
     is_grad_enabled,
     is_transforming,
     register_fake,
+    schema_of,
 )
+from ..op_builder import loader
+from ..op_builder.spec import FLEXOPS, Project
 
 _libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -141,8 +142,8 @@ def add_gradient(
     library, below, refuse, called = _parts[op]
     _differentiable[op] = _function(op, forward, setup_context, backward)
     apply = apply_of(_differentiable[op])
-    library.impl(op._schema.name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
-    transformed = _no_transform(called) if op._schema.is_mutable else _functional(op, forward, setup_context, backward)
+    library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
+    transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
     _callers[op] = _caller(op, apply, below, transformed, refuse)
 
 
@@ -186,7 +187,7 @@ def _autograd(op: Any, apply: Callable[..., Any], *args: Any) -> Any:
 
 
 def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
-    count = len(op._schema.returns)
+    count = len(schema_of(op).returns)
     shown = 0 if count == 1 else slice(count)
     native, is_below = builtin(op if below is None else below), below is not None
 
@@ -254,7 +255,7 @@ def _no_transform(function: str) -> Callable[..., Any]:
 
 def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """The same for transforms of ``torch.func``, which want forward and context apart, and everything that is kept among the results."""
-    count, native = len(op._schema.returns), op if forward is None else forward
+    count, native = len(schema_of(op).returns), op if forward is None else forward
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
@@ -386,8 +387,9 @@ def _stand_in(family: str, key: str = "CUDA") -> None:
     if get_kernel is None:
         return
     for op in _families.get(family, ()):
-        if has_kernel(op._schema.name, key):
-            namespace, _, name = op._schema.name.partition("::")
+        qualified = schema_of(op).name
+        if has_kernel(qualified, key):
+            namespace, _, name = qualified.partition("::")
             standing = _standing(family, get_kernel(op, key).call_boxed, references[op])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns of what is meant here

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import builtin, register_flops
 from ._attention_checks import HALVES, autocast, check, declined, declined_backward, fail, longest_of, window_of
 from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference
 from ._difference import difference
 from ._register import caller, define
 from ._score_mod import ScoreMod as ScoreMod
 from ._score_mod import made
-from ._torch import builtin, register_flops
 
 
 def attention(

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import is_transforming
 from ._difference import difference
 from ._register import caller, check_places, define, is_dense
-from ._torch import is_transforming
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}

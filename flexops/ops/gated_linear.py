@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import product_dtype
 from ._register import caller, check_places, define
-from ._torch import product_dtype
 from .activation import FLOAT_DTYPES, Approximation, check_gated, gated_backward_reference, gated_reference, not_tanh
 
 _NAMES = ("silu", "none", "tanh")

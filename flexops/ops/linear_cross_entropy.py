@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .._torch import is_transforming, product_dtype
 from ._register import caller, check_places, define, is_dense, references
-from ._torch import is_transforming, product_dtype
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._torch import builtin
 from ._difference import difference
 from ._register import define
 
@@ -112,7 +113,8 @@ define(
     hidden=True,
 )
 # What the ops call: a Python frame less.
-LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD = torch.ops.flexops.layer_norm_backward.default._op, torch.ops.flexops.rms_norm_backward.default._op
+LAYER_NORM_BACKWARD = builtin(torch.ops.flexops.layer_norm_backward.default)
+RMS_NORM_BACKWARD = builtin(torch.ops.flexops.rms_norm_backward.default)
 
 
 def self_check(device: str) -> float:

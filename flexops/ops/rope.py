@@ -17,9 +17,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from .._torch import below_autograd, is_transforming
 from ._difference import difference
 from ._register import caller, check_places, define, is_dense
-from ._torch import below_autograd, is_transforming
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._torch import below_autograd, builtin, not_compiled
 from ..ops._multi_tensor import PARAM_DTYPES, split_lr
 from ..ops._register import is_distributed
-from ..ops._torch import below_autograd, builtin, not_compiled
 
 _NONE = type(None)
 PLAIN_TYPES = {torch.nn.Parameter, Tensor}

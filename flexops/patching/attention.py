@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import remove_pre_hook
 from ..op_builder import loader
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
@@ -159,9 +160,7 @@ def switch_back(model: Any) -> bool:
     if before is None:
         return False
     model.config._attn_implementation_internal = before
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is hide_nothing]:
-        del model._forward_pre_hooks[key]
-        model._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_pre_hook(model, hide_nothing)
     return True
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import is_unheard
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
@@ -82,7 +83,7 @@ def fuses(norm: Any, x: Tensor) -> bool:
     """Whether a sum can be normalized as the norm would, but without calling it: it is one of the above, and nobody listens to its calls."""
     ours = norm.__dict__.get("forward")
     known = isinstance(ours, functools.partial) and ours.func in _NORMS
-    return known and x.dtype in _DTYPES and not norm._forward_hooks and not norm._forward_pre_hooks and not norm._backward_hooks and is_plain(norm.weight)
+    return known and x.dtype in _DTYPES and is_unheard(norm) and is_plain(norm.weight)
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

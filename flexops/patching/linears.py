@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._torch import is_transforming, product_dtype
+from .._torch import is_transforming, is_unheard, product_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)
@@ -30,8 +30,7 @@ def is_bare(linear: Any) -> bool:
     """Whether its weight and bias are all there is to it."""
     forward = linear.__dict__.get("forward")
     own = forward is None or (isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") == "projection")
-    bare = type(linear) is nn.Linear and own and not linear._forward_hooks and not linear._forward_pre_hooks
-    return bare and type(linear.weight) is nn.Parameter and not linear._backward_hooks and is_plain(linear.bias)
+    return type(linear) is nn.Linear and own and is_unheard(linear) and type(linear.weight) is nn.Parameter and is_plain(linear.bias)
 
 
 class _Product(torch.autograd.Function):

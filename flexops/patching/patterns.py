@@ -180,7 +180,7 @@ def _tiny_sequential(module: Any) -> Miniature:
 
 
 def _other_attention(module: Any) -> str:
-    if not module._qkv_same_embed_dim:
+    if not module.kdim == module.vdim == module.embed_dim:
         return "its keys or values are of another width than its queries"
     return "it adds keys and values of its own" if module.bias_k is not None or module.add_zero_attn else ""
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import is_unheard
 from ..ops.activation import bias_gelu, bias_silu
 from ..ops.scaled_dot_product_attention import scaled_dot_product_attention
 from .forwards import plain, replacement
@@ -19,8 +20,8 @@ ACTIVATIONS = (nn.GELU, nn.SiLU)
 
 def fusible(first: Any, second: Any) -> bool:
     """Whether the bias of the first is added where the second, an activation, reads it."""
-    unheard = not second._forward_hooks and not second._forward_pre_hooks and not second._backward_hooks and "forward" not in second.__dict__
-    return type(second) in ACTIVATIONS and unheard and is_bare(first) and first.bias is not None
+    unchanged = is_unheard(second) and "forward" not in second.__dict__
+    return type(second) in ACTIVATIONS and unchanged and is_bare(first) and first.bias is not None
 
 
 def fused(module: Any) -> list[nn.Module]:

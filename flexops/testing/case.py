@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from flexops._torch import tree_leaves
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Shape = tuple[int, ...]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexops._torch import keep_gpu_busy
+
 from .case import Args, Case, Make, Result, only, tensors_of
 from .comparing import assert_near, assert_same
 from .running import copies, output_gradients, run, run_in_place
@@ -42,7 +44,7 @@ class Cuda:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             late = tuple(torch.zeros_like(arg) if isinstance(arg, Tensor) else arg for arg in args)
-            torch.cuda._sleep(20_000_000)
+            keep_gpu_busy(20_000_000)
             for target, source in zip(late, args, strict=True):
                 if isinstance(target, Tensor):
                     target.copy_(source)

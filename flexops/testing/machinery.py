@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexops._torch import counting_backend, schema_of
+
 from .case import Case, Make, has_gradient, only, tensors_of
 from .comparing import assert_near
 from .running import Recorder, copies, opchecks, recorded, run
@@ -19,9 +21,9 @@ class Machinery:
 
     @pytest.fixture
     def _fresh_compiler(self) -> Iterator[None]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         yield
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     @only(has_gradient)
     def test_a_dispatch_mode_sees_the_same_operators(self, case: Case, device: str) -> None:
@@ -32,7 +34,7 @@ class Machinery:
             with Recorder() as recorder:
                 case.call(*copies(args, differentiable))
             # what has no gradient need not be written in place: a name's underscore may come with one
-            seen.append(list(dict.fromkeys(op._schema.name.rstrip("_") for op, *_ in recorder.calls)))
+            seen.append(list(dict.fromkeys(schema_of(op).name.rstrip("_") for op, *_ in recorder.calls)))
         assert seen[0]
         assert seen[0] == seen[1]
 
@@ -49,15 +51,13 @@ class Machinery:
         args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
         expected = run(case.call, args, case.differentiable)
         for backend in ("aot_eager", "inductor") if inductor else ("aot_eager",):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             compiled = torch.compile(lambda *arguments: case.call(*arguments), fullgraph=True, dynamic=False, backend=backend)
             assert_near(run(compiled, args, case.differentiable), expected, what=backend)
 
     @pytest.mark.usefixtures("_fresh_compiler")
     def test_compiles_for_any_size(self, case: Case, device: str) -> None:
-        from torch._dynamo.testing import CompileCounterWithBackend
-
-        counter, graphs = CompileCounterWithBackend("aot_eager"), []
+        counter, graphs = counting_backend("aot_eager"), []
         compiled = torch.compile(lambda *arguments: case.call(*arguments), fullgraph=True, dynamic=True, backend=counter)
         shapes = case.dynamic or tuple(tuple(size * factor for size in case.shapes[0]) for factor in (1, 2, 3))
         for shape in shapes:

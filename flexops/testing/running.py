@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from flexops._torch import TorchDispatchMode, tree_map
 from flexops.ops import _register
 
 from .case import Args, Case, Make, Result, is_float, tensors_of

@@ -129,7 +129,7 @@ def imported_torch() -> TorchBuild | None:
     try:
         version = torch.version
         return TorchBuild(
-            str(torch.__version__), version.cuda, version.hip, version.git_version or "", bool(torch._C._GLIBCXX_USE_CXX11_ABI), Path(torch.__file__).parent
+            str(torch.__version__), version.cuda, version.hip, version.git_version or "", bool(torch.compiled_with_cxx11_abi()), Path(torch.__file__).parent
         )
     except (AttributeError, TypeError):
         return None

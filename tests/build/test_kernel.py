@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 import flexops
-from flexops import settings
+from flexops import _torch, settings
 from flexops.errors import CompileError, NativeUnavailableError
 from flexops.op_builder import device_code, provider
 from flexops.op_builder.loader import FallbackWarning
-from flexops.ops import _torch
 
 SCALE = """
 template <typename T> __global__ void __launch_bounds__(256) scale(const T* x, T* out, float factor, int64_t n) {

@@ -179,7 +179,7 @@ private = "_AutoDispatchBelowAutograd", "_any_requires_grad", "_are_functorch_tr
 places = {name: torch._C for name in private} | {"_disable_dynamo": torch._compile, "_is_compiling_flag": torch.compiler}
 places["_current_level"] = torch.autograd.forward_ad
 kept = {name: vars(place).pop(name) for name, place in places.items() if name in vars(place)}  # torch 2.4 has not all of them
-spec = importlib.util.spec_from_file_location("flexops.ops._torch", PATH)
+spec = importlib.util.spec_from_file_location("flexops._torch", PATH)
 sys.modules[spec.name] = _torch = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_torch)
 for name, thing in kept.items():
@@ -205,7 +205,7 @@ for param, kind in zip(params, (flexops.optim.AdamW, torch.optim.AdamW)):
 torch.testing.assert_close(*params)
 assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit", "cache", "aot")}, flexops.status()
 """
-    path = Path(flexops.__file__).parent / "ops/_torch.py"
+    path = Path(flexops.__file__).parent / "_torch.py"
     subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=300)
 
 

@@ -1,14 +1,22 @@
-"""What flexops takes of torch that torch does not promise to keep: all of it, each with what does without it."""
+"""What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else (``tests/unit/test_promises.py`` looks), each with its
+reason; where a torch may come to be without it, with what does without it.
+
+Tried with the torches of the matrix: 2.4, 2.7, 2.10, 2.13, 2.14 and 2.15 (docs/targets.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, of a module that is not
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 _C: Any = torch._C
 
@@ -55,6 +63,18 @@ def builtin(op: Any) -> Callable[..., Any]:
     """What calls an op with less Python than the op itself."""
     found: Callable[..., Any] = getattr(op, "_op", op)
     return found
+
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An op's name, arguments and results; torch has no public way to ask for them."""
+
+parse_schema: Callable[[str], Any] = _C.parse_schema
+"""The same of a text, read as ``torch.library`` does."""
+
+
+def forget(library: torch.library.Library) -> None:
+    """Take back what the library defined: else an operator of somebody's cannot be defined anew in the same process, as notebooks do."""
+    library._destroy()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
@@ -104,3 +124,53 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     """In which torch would multiply matrices of x's dtype: autocast's, inside of it."""
     device = x.device.type  # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so, but not every compiler traces it
     return torch.get_autocast_dtype(device) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x.dtype
+
+
+def is_unheard(module: torch.nn.Module) -> bool:
+    """Whether nobody listens to the module's calls."""
+    return not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+
+
+def remove_pre_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """Without its handle, which would go into every copy of the module."""
+    for key in [key for key, one in module._forward_pre_hooks.items() if one is hook]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def pybind_abi() -> dict[str, str]:
+    """What torches up to 2.8 name the ABI of their own bindings; an extension that names another could not take their tensors."""
+    values = {name: getattr(_C, f"_{name}", None) for name in ("PYBIND11_COMPILER_TYPE", "PYBIND11_STDLIB", "PYBIND11_BUILD_ABI")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def store_of_ranks() -> Any:
+    """The key-value store that the processes of a ``torch.distributed`` job share; raises where there is none."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def compile_modes() -> list[str]:
+    """What ``torch.compile`` takes as its mode."""
+    return list(torch._inductor.list_mode_options())
+
+
+def keep_saved_memory() -> None:
+    """Compiled backward passes leave what was saved for them as it is, so that they can be repeated (an option since torch 2.6)."""
+    import torch._functorch.config as options
+
+    if hasattr(options, "donated_buffer"):
+        options.donated_buffer = False
+
+
+def counting_backend(name: str) -> Any:
+    """A backend of ``torch.compile`` that counts its graphs: ``frame_count``."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(name)
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Put a kernel on the current stream that does nothing for so long."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call, unused-ignore]
