@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the test suite, and sets up what it needs itself: .test-env with the pinned torch (CPU; on a machine with a GPU that GPU's), an nvcc from the
-# package index, and tests/requirements.txt. Arguments go to pytest: `bash scripts/run_tests.sh tests/unit -k cache`.
+# package index, and tests/requirements.txt. Arguments go to pytest: `bash scripts/run_tests.sh tests/unit -k cache`; --prepare alone makes the environment.
 #   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
 #   FLEXOPS_TEST_IMAGES=1      as root, install and start a container engine for the tests of images (the default where CI=true; 0: never)
@@ -49,7 +49,7 @@ prepare() {
   fi
   step "make the test environment $PREFIX" "see the message above; $again" make_environment
   step "install the pinned packages" "check the network and \`$PIP config list\`; $again" install_pins
-  step "install what the tests need" "check the network; $again" pip_install -r tests/requirements.txt
+  step "install what the tests need" "check the network; $again" install_test_requirements
   step "install flexops" "see pip's message above; $again" install_flexops
   test_requirements >"$PREFIX/tests-requirements.txt"
 }
@@ -59,6 +59,15 @@ any_nvcc() { matrix show cu130-sm90 --field requirements | tr ' ' '\n' | grep '^
 
 test_requirements() { cat tests/requirements.txt docs/requirements.txt; }
 has_test_requirements() { test_requirements | cmp -s - "$PREFIX/tests-requirements.txt"; }
+
+# What a CUDA torch has brought of NVIDIA's stays: another NVRTC under the same name would no longer be that torch's own.
+install_test_requirements() {
+  local brought
+  mkdir -p "$STATE"
+  brought=$("$(environment_python)" -m pip list --disable-pip-version-check --format freeze | sed -n 's/^\(nvidia-[^=]*\)==.*/\1/p' | paste -sd '|')
+  grep -vE "^(${brought:-none})==" tests/requirements.txt >"$STATE/tests-requirements.txt" # which names docs/requirements.txt as its neighbour, as from tests/
+  pip_install -r "$STATE/tests-requirements.txt"
+}
 
 # Some tests need programs of the system's. Only root installs them unasked, in a container as a rule; elsewhere those tests are skipped, and the end of
 # the run says what for. hipcc has other names where there is no apt-get.
@@ -123,6 +132,7 @@ main() {
     return
   fi
   prepare
+  [[ ${1:-} != --prepare ]] || return 0
   install_test_tools
   start_test_engine
   run_pytest "$@"

@@ -66,17 +66,18 @@ def prove(
     quick: Annotated[bool, typer.Option("--quick", help="One architecture for each NVRTC here.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Write what was measured into the baseline.")] = False,
     of_torch: Annotated[bool, typer.Option("--torch", help="Prove instead what holds with the torch of this environment.")] = False,
-    tests: Annotated[str, typer.Option("--tests", help="With --torch: also what pytest gets, such as 'tests/ops -k parity'; on the CPU.")] = "",
+    tests: Annotated[list[str] | None, typer.Option("--tests", help="With --torch: also what pytest gets, such as tests/ops (repeatable); on the CPU.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a report in Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compile the kernels as rows of the matrix do, and hold registers, spills and shared memory against the baseline; exit 1 if any is worse.
 
     With --torch, in an environment that has a row's torch: compile and link every library against it, open each, and hold every operator's native results
-    on the CPU against its reference. --update writes what was proven into docs/proven.json, from which the tables of targets follow. Needs no GPU.
+    on the CPU against its reference; --tests runs tests there, too, and what comes of them is kept by file, failures included. --update writes what was
+    proven into docs/proven.json, from which the tables of targets follow. Needs no GPU.
     """
     if of_torch:
-        _prove_torch(ids or [], tests, update, as_json)
+        _prove_torch(ids or [], tests or [], update, as_json)
         return
     root = rendering.checkout()
     path = root / "docs" / "kernel-resources.json"
@@ -104,18 +105,31 @@ def prove(
         raise typer.Exit(1)
 
 
-def _prove_torch(ids: list[str], tests: str, update: bool, as_json: bool) -> None:
+def _prove_torch(ids: list[str], tests: list[str], update: bool, as_json: bool) -> None:
     torch, root = toolchain.torch_build(), rendering.checkout()
     for row in map(targets.load().find, ids):
         if torch is None or torch.version != proven.build_of(row):
             found = f"torch {torch.version}" if torch else "no torch"
             raise TargetError(f"this environment is not {row.id}'s", found=found, required=row.torch_requirement, fix=f"pip install {row.torch_requirement}")
-    facts, wrong = torch_proof.prove(settings.current(), root, tests=tests, say=lambda line: typer.echo(line, err=True))
-    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
-    for problem in wrong:
-        typer.echo(problem, err=True)
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    facts, wrong = torch_proof.prove(settings.current(), root, say=say)
+    path = root / proven.FACTS
     if wrong:
-        typer.echo("nothing was written: what is wrong comes first", err=True)
+        say("\n".join([*wrong, "nothing was written: what is wrong comes first"]))
         raise typer.Exit(1)
-    if update and torch:
-        proven.write(root / proven.FACTS, "torch", proven.name_of(torch.version, facts["machine"]), facts)
+    name = proven.name_of(torch.version if torch else "", facts["machine"])
+    facts["tests"] = dict(proven.read(path).get("torch", {}).get(name, {}).get("tests", {}))
+    for suite in tests:
+        say(f"pytest {suite}")
+        files, failed = torch_proof.run_tests(suite, root)
+        wrong += failed
+        facts["tests"] |= files
+    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
+    if update:
+        proven.write(path, "torch", name, facts)
+    if wrong:
+        say("\n".join(wrong))
+        raise typer.Exit(1)

@@ -34,12 +34,11 @@ Facts = dict[str, Any]
 """As ``targets/proven.py`` describes them."""
 
 
-def prove(chosen: Settings, root: Path, *, tests: str = "", say: Say = lambda _: None) -> tuple[Facts, list[str]]:
+def prove(chosen: Settings, root: Path, *, say: Say = lambda _: None) -> tuple[Facts, list[str]]:
     """Prove what can be of this environment's torch.
 
     Args:
         root: of the checkout.
-        tests: what pytest gets (``"tests/ops -k parity"``), run on the CPU only; empty: no tests.
 
     Returns:
         What is proven, as ``docs/proven.json`` keeps it, and what is wrong.
@@ -62,7 +61,7 @@ def prove(chosen: Settings, root: Path, *, tests: str = "", say: Say = lambda _:
     wrong += [*unopened, *(problem for one in trials if (problem := _problem(one)))]
     here = [result.plan.device for result in results if result.entry is not None]
     facts: Facts = {
-        "date": today(), "flexops": f"{__version__} {_commit(root)}".strip(), "abi": torch.abi_id,
+        **_when(root), "abi": torch.abi_id,
         "python": platform.python_version(), "machine": platform.machine(), "compiler": _compiler(chosen),
         "compiled": {device: here.count(device) for device in dict.fromkeys(here)},
         "opened": len(here) - len(unopened), "libraries": digest(results),
@@ -70,11 +69,6 @@ def prove(chosen: Settings, root: Path, *, tests: str = "", say: Say = lambda _:
     }  # fmt: skip
     if gpus := [one for one in trials if one.device != "cpu"]:
         facts["gpu"] = _gpu(torch.cuda or "") | {"right": sum(not _problem(one) for one in gpus)}
-    if tests:
-        say(f"pytest {tests}")
-        counts, failed = run_tests(tests, root)
-        facts["tests"] = {"what": tests, **counts}
-        wrong += failed
     return facts, wrong
 
 
@@ -100,27 +94,43 @@ def digest(results: Sequence[Result]) -> str:
     return f"sha256:{whole.hexdigest()[:16]}"
 
 
-def run_tests(arguments: str, root: Path) -> tuple[dict[str, int], list[str]]:
-    """pytest's counts, and the names of the tests that failed."""
+def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
+    """What came of the tests that pytest finds for ``arguments`` (``"tests/ops -k parity"``), on the CPU only, by file; and what is wrong."""
     with tempfile.TemporaryDirectory(prefix="flexops-prove-") as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow and not image", f"--junitxml={report}", *shlex.split(arguments)]
         done = subprocess.run(command, cwd=root, check=False, stdout=sys.stderr)
         try:
-            counts, failed = counted(report)
+            files = counted(report, root)
         except (OSError, ElementTree.ParseError):
-            return {"passed": 0, "failed": 0, "skipped": 0}, [f"pytest {arguments}: status {done.returncode}, and no report"]
-    if done.returncode and not failed:
-        failed = [f"pytest {arguments}: status {done.returncode}"]
-    return counts, failed
+            files = {}
+    if not files:
+        return {}, [f"pytest {arguments}: status {done.returncode}, and no test ran"]
+    narrowed = [one for one in shlex.split(arguments) if not (root / one).exists()]  # not all of a file's tests
+    wrong = [f"{file}: {name} fails" for file, one in files.items() for name in one["failed"]]
+    if done.returncode and not wrong:
+        wrong = [f"pytest {arguments}: status {done.returncode}"]
+    return {" ".join([file, shlex.join(narrowed)]).strip(): {**_when(root), **one} for file, one in files.items()}, wrong
 
 
-def counted(report: Path) -> tuple[dict[str, int], list[str]]:
-    """Of a report in JUnit's XML: how many tests passed, failed and were skipped; which failed."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [f"{case.get('classname')}::{case.get('name')} fails" for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}, failed
+def counted(report: Path, root: Path) -> dict[str, Facts]:
+    """Of a report in JUnit's XML, by file: how many tests passed, which failed, how many were skipped for which reason."""
+    files: dict[str, Facts] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        parts = (case.get("classname") or "").split(".")
+        depth = next((depth for depth in range(len(parts), 0, -1) if (root / Path(*parts[:depth])).with_suffix(".py").is_file()), len(parts))
+        one = files.setdefault("/".join(parts[:depth]) + ".py", {"passed": 0, "failed": [], "skipped": {}})
+        if case.find("failure") is not None or case.find("error") is not None:
+            one["failed"].append("::".join([*parts[depth:], case.get("name") or ""]))
+        elif (reason := case.find("skipped")) is not None:
+            one["skipped"][reason.get("message", "")] = one["skipped"].get(reason.get("message", ""), 0) + 1
+        else:
+            one["passed"] += 1
+    return files
+
+
+def _when(root: Path) -> Facts:
+    return {"date": today(), "flexops": f"{__version__} {_commit(root)}".strip()}
 
 
 def _problem(one: OpTrial) -> str:
@@ -134,7 +144,7 @@ def _problem(one: OpTrial) -> str:
 
 
 def _commit(root: Path) -> str:
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

@@ -5,6 +5,9 @@
     kernels   <NVRTC and architecture> -> how many compiled, for how many families, when
     torch     <version with its build, and the processor if it is not x86_64> -> libraries compiled, linked and opened, operators right on the CPU, tests
     gpu       <name> -> its capability, the CUDA that made the kernels, the torch that ran them, tests
+
+Tests are by file (and what narrowed it, if not all of its tests were run): when, of which flexops, how many passed, which failed, how many were skipped
+for which reason.
 """
 
 from __future__ import annotations
@@ -27,6 +30,26 @@ def table(matrix: Matrix, facts: Facts) -> list[str]:
     """Of every row."""
     head = ("target", "kernels compiled", "host code compiled, linked and opened", "operators right on the CPU", "kernels run on a GPU")
     return _lines(head, [(f"`{row.id}`", compiled(row, facts), opened(row, facts), right(row, facts), ran(row, facts)) for row in matrix.targets])
+
+
+def suites(matrix: Matrix, facts: Facts) -> list[str]:
+    """What came of the tests on each torch of the matrix, by folder."""
+    torchs = {name: one for row in matrix.targets for machine in row.machines if (one := facts.get("torch", {}).get(name := name_of(build_of(row), machine)))}
+    lines = []
+    for name in sorted(torchs, key=lambda name: [int(part) for part in name.partition("+")[0].split(".")]):
+        folders: dict[str, list[Mapping[str, Any]]] = {}
+        for suite, one in torchs[name].get("tests", {}).items():
+            file, *narrowed = suite.split(" ", 1)
+            folders.setdefault(" ".join([file.rpartition("/")[0], *narrowed]), []).append(one)
+        for folder, files in sorted(folders.items()):
+            passed, failed, skipped = (sum(counts[k] for counts in map(_counts, files)) for k in range(3))
+            lines.append((name, f"`{folder}`", *map(str, (passed, failed, skipped)), min(one["date"] for one in files)))
+    return _lines(("torch", "tests", "passed", "failed", "skipped", "since"), lines)
+
+
+def page_tables(matrix: Matrix, facts: Facts) -> list[str]:
+    """What the page of targets says: both by row and by torch."""
+    return [*table(matrix, facts), "", *suites(matrix, facts)]
 
 
 def short_table(matrix: Matrix, facts: Facts) -> list[str]:
@@ -96,7 +119,13 @@ def _of_gpu(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _tests(one: Mapping[str, Any]) -> str:
-    return f", {one['tests']['passed']} tests" if one.get("tests") else ""
+    passed, failed = (sum(counts[k] for counts in map(_counts, one.get("tests", {}).values())) for k in range(2))
+    return (f", {passed} tests" if passed else "") + (f" ({failed} failed)" if failed else "")
+
+
+def _counts(file: Mapping[str, Any]) -> tuple[int, int, int]:
+    """How many passed, failed and were skipped."""
+    return file["passed"], len(file["failed"]), sum(file["skipped"].values())
 
 
 def _joined(cells: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ TABLE = "docs/targets.md"
 """The page with the table of all targets."""
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
 PROVEN_BEGIN, PROVEN_END = "<!-- proven:begin -->", "<!-- proven:end -->"
-_PROVEN = {TABLE: proven.table, "README.md": proven.short_table}
+_PROVEN = {TABLE: proven.page_tables, "README.md": proven.short_table}
 """The pages that say what was proven, between the markers."""
 _PROVEN_HEADER = f"generated from {proven.FACTS} by `flexops target render`"
 _OWNED = "envs"

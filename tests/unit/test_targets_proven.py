@@ -10,12 +10,18 @@ import pytest
 
 from flexops import targets
 from flexops.errors import TargetError
-from flexops.inspection import baseline, proving
+from flexops.inspection import baseline, proving, torch_proof
 from flexops.targets import proven, render
 
 ROOT = Path(__file__).parents[2]
 MATRIX = targets.load()
-HOST = {"date": "2026-11-20", "opened": 30, "right on the CPU": 15, "tests": {"passed": 7, "failed": 0, "skipped": 1}}
+WHEN = {"date": "2026-11-21", "flexops": "0.2.0 abc"}
+TESTS = {
+    "tests/ops/test_a.py": {**WHEN, "passed": 3, "failed": [], "skipped": {"needs a GPU": 3, "an older torch": 1}},
+    "tests/ops/test_b.py": {"date": "2026-11-20", "passed": 2, "failed": [], "skipped": {}},
+    "tests/unit/test_c.py -k parity": {**WHEN, "passed": 2, "failed": [], "skipped": {}},
+}
+HOST = {"date": "2026-11-20", "opened": 30, "right on the CPU": 15, "tests": TESTS}
 GPU = {"date": "2026-11-21", "capability": "9.0", "cuda": "13.0", "torch": "2.11.0+cu130"}
 
 
@@ -60,6 +66,34 @@ def test_the_short_table_has_a_line_for_each_toolkit() -> None:
     assert len(lines) - 2 == len({one.toolkit_name for one in MATRIX.targets})
     assert "| CUDA 12.1 | 2.4.1 | - | yes | 15 families, 7 tests | - |" in lines
     assert "| CUDA 13.0 | 2.14.1 | - | - | - | NVIDIA H200 (by torch 2.11.0) |" in lines
+
+
+def test_what_came_of_tests_stands_there_by_torch_and_folder() -> None:
+    lines = proven.suites(MATRIX, {"torch": {"2.13.0+cpu": {"tests": TESTS}, "2.4.1+cu121": HOST, "1.0.0": HOST}})[2:]
+    counts = ["`tests/ops` | 5 | 0 | 4 | 2026-11-20 |", "`tests/unit -k parity` | 2 | 0 | 0 | 2026-11-21 |"]
+    assert lines == [f"| {torch} | {one}" for torch in ("2.4.1+cu121", "2.13.0+cpu") for one in counts]
+
+
+def test_a_test_that_failed_is_said_wherever_tests_are_counted() -> None:
+    failing: Any = {**HOST, "tests": {**TESTS, "tests/models/test_d.py": {**WHEN, "passed": 1, "failed": ["test_x", "test_y"], "skipped": {}}}}
+    facts = {"torch": {"2.4.1+cu121": failing}}
+    assert row("cu121-sm80", facts)[2] == "15 families, 8 tests (2 failed), 2026-11-20"
+    assert "15 families, 8 tests (2 failed)" in "".join(proven.short_table(MATRIX, facts))
+
+
+def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n image\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_good(): pass\nclass TestMore:\n def test_bad(self): assert 0\n"
+        "@pytest.fixture\ndef broken(): 1 / 0\ndef test_set_up(broken): pass\n"
+        "@pytest.mark.gpu\ndef test_gpu(): assert 0\n@pytest.mark.parametrize('n', range(3))\ndef test_skipped(n): pytest.skip('why not' if n else 'why')\n"
+    )
+    found, wrong = torch_proof.run_tests("test_it.py", tmp_path)
+    counts = {"passed": 1, "failed": ["TestMore::test_bad", "test_set_up"], "skipped": {"why": 1, "why not": 2}}
+    assert found == {"test_it.py": {"date": torch_proof.today(), "flexops": found["test_it.py"]["flexops"], **counts}}
+    assert wrong == ["test_it.py: TestMore::test_bad fails", "test_it.py: test_set_up fails"]
+    assert list(torch_proof.run_tests("test_it.py -k 'good or gpu'", tmp_path)[0]) == ["test_it.py -k 'good or gpu'"]
+    assert torch_proof.run_tests("not_there.py", tmp_path) == ({}, ["pytest not_there.py: status 4, and no test ran"])
 
 
 @pytest.mark.parametrize("page", ["README.md", render.TABLE])

@@ -82,6 +82,14 @@ def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
         assert (ROOT / script[1]).is_file(), one
 
 
+def test_the_oldest_and_the_newest_torch_are_tested() -> None:
+    found = re.search(r"target: \[(.*)\]", (GITHUB / "workflows/ci.yml").read_text())
+    assert found
+    matrix = targets.load()
+    versions = {row.id: tuple(map(int, row.torch.split("."))) for row in matrix.targets}
+    assert [versions[name] for name in found[1].split(", ")] == [min(versions.values()), max(versions.values())]
+
+
 def test_the_images_jobs_are_the_matrix() -> None:
     done = run(sys.executable, "scripts/ci/matrix.py")
     outputs = {name: json.loads(value) for name, _, value in (line.partition("=") for line in done.stdout.splitlines())}

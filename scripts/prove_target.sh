@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What holds with a row's own torch, on any machine, without a GPU: makes an environment with that torch (up to 10 GB for CUDA), compiles, links and opens
+# every library in it, holds each operator on the CPU against its reference, runs the tests, writes all of that into docs/proven.json and the tables
+# of targets, and removes the environment. Fails if anything is not as it should be; tests that fail are written down, too.
+#   bash scripts/prove_target.sh ID [SUITE...]   a suite is what pytest gets, "tests/ops -k rope" say; the default is SUITES below
+#   FLEXOPS_PROVE_KEEP=1                         keeps the environment, .flexops/prove-<torch's toolkit>, for the next time
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+SUITES=(
+  tests/ops
+  tests/unit
+  tests/models
+  'tests/build/test_builder.py tests/build/test_extension.py tests/build/test_kernel.py tests/build/test_torch_abi.py'
+)
+
+if [[ $# -eq 0 || $1 == -* ]]; then
+  sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+  exit 2
+fi
+id=$1
+shift
+[[ $# -eq 0 ]] || SUITES=("$@")
+environment=$PWD/.flexops/prove-${id%%-*}
+
+FLEXOPS_TEST_TARGET=$id FLEXOPS_TEST_ENV=$environment bash scripts/run_tests.sh --prepare
+arguments=()
+for suite in "${SUITES[@]}"; do arguments+=(--tests "$suite"); done
+status=0
+PATH="$environment/bin:$PATH" PYTHONUTF8=1 flexops target prove "$id" --torch --update "${arguments[@]}" || status=$?
+"$environment/bin/flexops" target render
+[[ -n ${FLEXOPS_PROVE_KEEP:-} ]] || rm -rf -- "$environment"
+exit "$status"
