@@ -122,14 +122,19 @@ def _prove_torch(ids: list[str], tests: list[str], update: bool, as_json: bool) 
         raise typer.Exit(1)
     name = proven.name_of(torch.version if torch else "", facts["machine"])
     facts["tests"] = dict(proven.read(path).get("torch", {}).get(name, {}).get("tests", {}))
+
+    def keep() -> None:
+        if update:
+            proven.write(path, "torch", name, facts)
+
+    keep()
     for suite in tests:
         say(f"pytest {suite}")
         files, failed = torch_proof.run_tests(suite, root)
         wrong += failed
         facts["tests"] |= files
+        keep()  # each at once: a suite takes minutes
     typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
-    if update:
-        proven.write(path, "torch", name, facts)
     if wrong:
         say("\n".join(wrong))
         raise typer.Exit(1)
