@@ -96,6 +96,7 @@ def _commands(name: str, command: Any, context: Any) -> Iterator[str]:
         return
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     yield from (f"## {name}", "", f"    {usage}", "", inspect.cleandoc(command.help or "").split("\f")[0], "")
+    yield from ("```bash", *filter(None, (command.epilog or "").removeprefix("Examples:").split("\n\n")), "```", "")
     records = filter(None, (one.get_help_record(context) for one in command.params))
     yield from ("| argument | meaning |", "| --- | --- |", *(f"| `{_cell(left)}` | {_cell(right)} |" for left, right in records), "")
 

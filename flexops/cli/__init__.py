@@ -14,7 +14,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise
-        sys.exit(f"flexops: the command line needs {error.name}\n  fix: pip install typer rich")
+        mend = f"{sys.executable} -m pip install typer rich   # `{sys.executable} -m flexops.doctor` works without"
+        sys.exit(f"flexops: the command line needs {error.name}\n  fix: {mend}")
     try:
         app(prog_name="flexops")  # also for `python -m flexops`: completion is installed for the command
     except FlexopsError as error:

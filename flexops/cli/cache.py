@@ -21,7 +21,7 @@ from . import remote
 
 app = typer.Typer(no_args_is_help=True, help="Look at the build cache and keep it in order.")
 app.add_typer(remote.app, name="remote")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 _UNBOUNDED = 10_000
 
 
@@ -39,7 +39,7 @@ def info(as_json: Json = False) -> None:
         return
     typer.echo(f"{state.root}\n{state.entries} entries, {_size(state.size)} of at most {_size(state.max_size)} (FLEXOPS_CACHE_MAX_SIZE)")
     if state.quarantined:
-        typer.echo(f"{state.quarantined} damaged entries put aside; `flexops cache clear` removes them")
+        typer.echo(f"damaged entries put aside: {state.quarantined}; `flexops cache clear` removes them")
     if state.problem:
         typer.echo(f"not used: {state.problem}")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help=f"Images of the targets. Needs a container engine and the docker SDK, {distribution.NAME}'s extra `images`.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")]
 TagOption = Annotated[str | None, typer.Option(help="Name of the image, or a repository that the usual tag is added to. Default: flexops:ID.")]
 Network = Annotated[str, typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ...")]

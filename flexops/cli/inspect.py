@@ -19,7 +19,7 @@ _DEFAULT_ARCH = "9.0"
 
 
 def inspect(
-    op: Annotated[str, typer.Argument(help="A family or an operator.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="A family or an operator.")],
     kernel: Annotated[str, typer.Option("--kernel", help="Only kernels whose name has this in it, such as 'rotate<float>'.")] = "",
     arch: Annotated[str | None, typer.Option(help="GPU architectures, such as '8.0;9.0'; by default those of the GPUs here, else 9.0.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX.")] = False,

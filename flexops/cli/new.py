@@ -12,7 +12,7 @@ from ..op_builder import layout
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="The package, and the namespace of its operators.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The package, and the namespace of its operators.")],
     family: Annotated[str, typer.Option(help="The first family, and its operator.")] = "scale",
 ) -> None:
     """Write a package of your own operators, with tests that pass at once (docs/builder.md)."""

@@ -9,7 +9,7 @@ import typer
 
 def patch(
     model: Annotated[str, typer.Argument(metavar="MODEL_CONFIG", help="A model's config.json, or the folder with it; or an architecture, such as llama.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """What flexops.patch swaps in a model, and what not and why; no weights are needed."""
     from ..patching import from_config

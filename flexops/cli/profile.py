@@ -36,12 +36,12 @@ class By(str, Enum):
 
 
 def profile(
-    op: Annotated[str, typer.Argument(help="An operator or family of flexops, or a file or module with cases of your own.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="An operator or family of flexops, or a file or module with cases of your own.")],
     case: Annotated[str, typer.Option("--case", help="The first case whose name has this in it.")] = "",
     contender: Annotated[str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")] = "",
     by: Annotated[By | None, typer.Option(help="By default ncu where it is there, on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Each kernel of one call: its time, and how busy memory, processors and warps are."""
     import torch

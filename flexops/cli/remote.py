@@ -19,7 +19,7 @@ from ..op_builder.cache import BuildCache
 from ..op_builder.remote import Object, Remote
 
 app = typer.Typer(no_args_is_help=True, help="Look at the remote cache (FLEXOPS_CACHE_REMOTE) and keep it in order.")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 

@@ -15,7 +15,7 @@ from ..targets import locks, proven, text
 from ..targets import render as rendering
 
 app = typer.Typer(no_args_is_help=True, help="What flexops is built for: the matrix of targets.")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
 @app.command("list")

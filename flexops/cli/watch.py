@@ -19,10 +19,7 @@ def watch(
     metric: Annotated[str, typer.Option(help=_METRIC_HELP)] = "",
     once: Annotated[bool, typer.Option("--once", hidden=True, help="End after the first change.")] = False,
 ) -> None:
-    """Run a command now and whenever a source changes; its result and the change of its speed on one line.
-
-    flexops watch mylib/csrc/scale -- pytest -k scale
-    """
+    """Run a command now and whenever a source changes; its result and the change of its speed on one line."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     places = [Path(argument) for argument in arguments[:split]]
     if missing := [str(path) for path in places if not path.exists()]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from flexops import errors
 from flexops.cli._app import app
+from flexops.cli.examples import EXAMPLES
 from flexops.errors import FlexopsError
+
+ROOT = Path(__file__).parents[2]
 
 
 def commands(group: typer.Typer, *before: str) -> Iterator[tuple[str, ...]]:
@@ -33,6 +40,67 @@ def test_every_command_has_a_short_option_for_help() -> None:
         short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
         assert short.exit_code == 0, (command, short.output)
         assert short.output == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+
+
+def parse(words: list[str]) -> None:
+    """Raise if the command line is not understood; runs nothing."""
+    tool: Any = typer.main.get_command(app)
+    context = tool.make_context("flexops", words, allow_interspersed_args=False)
+    while words := [*getattr(context, "_protected_args", ()), *context.args] if hasattr(tool, "commands") else []:
+        tool = tool.commands[words[0]]
+        context = tool.make_context(words[0], words[1:], parent=context)
+
+
+def test_examples_are_understood() -> None:
+    found = [" ".join(command) for command in commands(app)]
+    assert sorted(EXAMPLES) == sorted(one for one in found if not any(other.startswith(f"{one} ") for other in found) and one)
+    for name, lines in EXAMPLES.items():
+        shown = CliRunner().invoke(app, [*name.split(), "-h"], prog_name="flexops", env={"COLUMNS": "160"}).output
+        for line in lines:
+            assert line in shown
+            if line.startswith("flexops"):
+                assert line.startswith(f"flexops {name}")
+                parse(shlex.split(line)[1:])
+
+
+def documented() -> Iterator[tuple[str, list[str]]]:
+    """The words of each command of flexops' in the documentation, with its page."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/benchmarks").glob("*.md")]
+    for page in pages:
+        text = page.read_text()
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        blocks = [block for language, block in fenced if language in ("", "bash")] + re.findall(r"^ {4}flexops .*$", text, re.MULTILINE)
+        inline = re.findall(r"`((?:\w+=\S+ )*flexops [a-z][^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+        for line in [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + inline:
+            if "flexops " not in line or re.search(r"[\[…<]|flexops watch: ", line):
+                continue
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = list(lexer)
+            while "flexops" in words:
+                words = words[words.index("flexops") + 1 :]
+                end = next((at for at, word in enumerate(words) if word in ("&&", ";", "|", ">", ")")), len(words))
+                yield page.name, words[:end]
+
+
+def test_commands_in_the_documentation_are_understood() -> None:
+    found = list(documented())
+    assert len(found) > 100
+    for page, command in found:
+        try:
+            parse(command)
+        except typer.Exit:
+            pass
+        except Exception as error:
+            if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError") and "requires an argument" not in str(error):  # named, not typed
+                pytest.fail(f"{page}: flexops {shlex.join(command)}: {error!r}")
+
+
+def test_exit_codes_are_documented() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FlexopsError) and "exit_code" in vars(kind)]
+    page = (ROOT / "docs/command-line.md").read_text()
+    table = {int(code): name for code, name in re.findall(r"^\| (\d+) \| `?(\w+)", page, re.MULTILINE)}
+    assert {kind.exit_code: kind.__name__ for kind in kinds}.items() <= table.items()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

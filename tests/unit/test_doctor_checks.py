@@ -341,7 +341,7 @@ def test_cache(fact: CacheFact, needed: bool, status: str, word: str) -> None:
 
 
 def test_damaged_entries() -> None:
-    is_(build.quarantine(replace(CACHE, quarantined=2)), "warn", "2 damaged", "flexops cache clear")
+    is_(build.quarantine(replace(CACHE, quarantined=2)), "warn", "put aside: 2", "flexops cache clear")
     is_(build.quarantine(CACHE), "ok")
 
 

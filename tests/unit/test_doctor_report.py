@@ -67,13 +67,14 @@ def test_json_has_no_nan() -> None:
     check_shape(json.loads(json.dumps(document, allow_nan=False)))
 
 
-def test_text_is_grouped_aligned_and_ends_with_the_verdict() -> None:
+def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned() -> None:
     text = [line for line, _ in report.lines(whole(GOOD, POOR, BAD))]
     assert text[0] == "flexops doctor, target cpu"
     assert "tools" in text
-    columns = {line.index(word) for line, word in zip(text[3:], ("2.13.0", "no ccache", "required", "fix", "not found"), strict=False)}
+    columns = {line.index(word) for line, word in zip(text[4:], ("2.13.0", "no ccache", "required", "fix", "not found"), strict=False)}
     assert len(columns) == 1
     assert any("fix: pip install ninja" in line for line in text)
+    assert text[1] == text[-1]
     assert text[-1].startswith("fail: ")
     assert "1 fail: ninja; 1 warn: launcher" in text[-1]
 

@@ -42,7 +42,7 @@ def cache(fact: CacheFact, *, needed: bool) -> Finding:
 
 def quarantine(fact: CacheFact) -> Finding:
     if fact.quarantined:
-        return warn("cache-damage", f"{fact.quarantined} damaged entries were put aside", "none; a disk or a copy that went wrong", "flexops cache clear")
+        return warn("cache-damage", f"damaged entries that were put aside: {fact.quarantined}", "none; a disk or a copy that went wrong", "flexops cache clear")
     return ok("cache-damage", "no damaged entries")
 
 
@@ -181,7 +181,8 @@ def op_trial(fact: OpTrial, fallback: str) -> Finding:
     if fact.backend == "reference":
         judge = fail if fallback == "forbid" else warn
         return judge(name, f"runs as plain PyTorch: {fact.reason}", "a native kernel", fact.fix or "flexops build")
-    return ok(name, f"{_BACKENDS.get(fact.backend, fact.backend)}, {error}" + (f" ({fact.reason})" if fact.reason else ""))
+    backend = _BACKENDS.get(fact.backend, fact.backend)
+    return ok(name, f"{backend}, {error}" + (f" ({fact.reason})" if fact.reason not in ("", backend) else ""))
 
 
 _BACKENDS = {"aot": "compiled at install", "jit": "compiled here"}
