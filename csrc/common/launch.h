@@ -212,7 +212,7 @@ using Provider = void* (*)(const char* name, int device, char* error, int error_
 inline Provider provider = nullptr;
 
 inline thread_local const char* status = nullptr;
-inline thread_local char provider_error[2048];
+inline thread_local char provider_error[2048], unknown_error[64];
 
 inline void note(const char* error) {
   if (!status) status = error;
@@ -223,7 +223,8 @@ inline bool note(int result) {
   if (result == 0) return true;
   const char* text = nullptr;
   Driver::get().cuGetErrorString(result, &text);
-  note(text ? text : "an error that the driver does not know");
+  if (!text) snprintf(unknown_error, sizeof unknown_error, "error %d, which this driver has no text for", result);
+  note(text ? text : unknown_error);
   return false;
 }
 
@@ -317,9 +318,11 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
   if (__builtin_expect(result != 0, 0)) note(result);
 }
 
-/// What is refused here is no error of the launch.
+/// What is refused here is no error of the launch, which takes another kernel then: nor is that this one is not compiled.
 inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
+  const char* const before = status;
   void *handle = find(kernel), *function = nullptr;
+  status = before;
   const Driver& driver = Driver::get();
   int version = 0, clusters = 0;
   const DriverConfig config(c);

@@ -82,12 +82,16 @@ class SettingsFact:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``capability`` is NVIDIA's ``"9.0"``, or AMD's ``"gfx942"``; ``memory_bytes`` is 0 where it is not known."""
+    """One GPU. ``capability`` is NVIDIA's ``"9.0"``, or AMD's ``"gfx942"``; ``memory_bytes`` is 0 where it is not known.
+
+    ``slices``: how many MIG slices there are of it; None where MIG is off.
+    """
 
     name: str
     capability: str
     memory_bytes: int = 0
     vendor: Literal["nvidia", "amd"] = "nvidia"
+    slices: int | None = None
 
 
 @dataclass(frozen=True)

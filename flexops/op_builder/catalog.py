@@ -74,8 +74,13 @@ def find(name: str) -> OpSpec:
     for spec in specs():
         if spec.name == name:
             return spec
-    families = ", ".join(spec.name for spec in specs())
-    raise FlexopsError(f"there is no op called {name!r}", required=f"{families}; or an operator of theirs, such as swiglu", fix="flexops build --help")
+    import difflib  # only for an error
+
+    families = [spec.name for spec in specs()]
+    near = difflib.get_close_matches(name, dict.fromkeys([*families, *(op for spec in CATALOG for op in spec.ops)]), n=3)
+    found = f"did you mean {' or '.join(near)}?" if near else ""
+    required = f"{', '.join(families)}; or an operator of theirs, such as swiglu"
+    raise FlexopsError(f"there is no op called {name!r}", found=found, required=required, fix="flexops build --help")
 
 
 def select(names: tuple[str, ...]) -> tuple[OpSpec, ...]:

@@ -74,14 +74,18 @@ class Driver:
     def cuda(self) -> Version:
         """The newest CUDA version that this driver supports."""
         version = ctypes.c_int()
-        self._check(self.library.cuDriverGetVersion(ctypes.byref(version)))
+        self.library.cuDriverGetVersion(ctypes.byref(version))  # needs no device, and cannot fail
         return Version((version.value // 1000, version.value % 1000 // 10))
 
     def load(self, code: bytes, symbol: str) -> int:
         """A CUkernel: valid on every GPU that can run the code, each of which loads it at its first launch."""
         library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
-        self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
+        try:
+            self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
+        except RuntimeError:
+            self.library.cuLibraryUnload(library)
+            raise
         return kernel.value or 0
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
@@ -101,7 +105,7 @@ class Driver:
 
     def _check(self, status: int) -> None:
         if status:
-            raise RuntimeError(self.error_text(status))
+            raise RuntimeError(f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})")
 
 
 @functools.cache
@@ -195,7 +199,7 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, RuntimeError) as error:
-            refusals.append(Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
+            refusals.append(_too_new(entry) or Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
     fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(refusal.reason for refusal in refusals)
     raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
@@ -295,7 +299,10 @@ def _too_new(entry: Entry) -> Refusal | None:
     """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own version or an older one."""
     made, runs = Version.parse(entry.manifest.cuda_version), driver().cuda()
     if made > runs if entry.manifest.library.endswith(".ptx") else made.major > runs.major:
-        return Refusal(f"{entry.library} is of CUDA {made}, the driver runs CUDA {runs}", "update the driver, or take a torch of an older CUDA")
+        toolkit = toolchain.compat.rules().facts(made)
+        least = toolkit.least_driver or toolkit.family_driver if made.major == runs.major else toolkit.family_driver
+        reason = f"{entry.library} is of CUDA {made}, which needs the NVIDIA driver {least} or newer; this one runs CUDA {runs}"
+        return Refusal(reason, "update the driver, or take a torch of an older CUDA: flexops target detect")
     return None
 
 

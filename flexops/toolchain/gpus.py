@@ -23,13 +23,17 @@ _QUERY = ("--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name",
 
 
 class Gpu(NamedTuple):
-    """One NVIDIA GPU: ``ordinal`` in PCI bus order, ``memory_bytes`` in all."""
+    """One NVIDIA GPU: ``ordinal`` in PCI bus order, ``memory_bytes`` in all.
+
+    ``slices``: the UUIDs of its MIG devices; None where MIG is off. A GPU that is to be sliced and has no slice yet runs nothing.
+    """
 
     ordinal: int
     uuid: str
     name: str
     capability: ComputeCapability
     memory_bytes: int
+    slices: tuple[str, ...] | None = None
 
 
 class Driver(NamedTuple):
@@ -96,16 +100,22 @@ def gfx_name(number: int) -> str:
     return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
 
 
-def parse_nvidia_smi(text: str) -> Machine:
-    """Read ``nvidia-smi``'s answer to our query; lines that are not understood are left out."""
+def parse_nvidia_smi(text: str, listing: str = "") -> Machine:
+    """Read ``nvidia-smi``'s answer to our query, and its list (``-L``) with MIG slices; lines that are not understood are left out."""
     gpus: list[Gpu] = []
     driver: Driver | None = None
+    slices: dict[str, tuple[str, ...]] = {}
+    gpu = ""
+    for uuid in re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", listing):
+        gpu = uuid if uuid.startswith("GPU-") else gpu
+        if uuid != gpu:
+            slices[gpu] = (*slices.get(gpu, ()), uuid)
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",", 5)]
         if len(fields) != 6 or not fields[0].isdigit() or not re.fullmatch(r"\d+\.\d", fields[2]):
             continue
         memory = int(fields[3]) << 20 if fields[3].isdigit() else 0
-        gpus.append(Gpu(int(fields[0]), fields[1], fields[5], ComputeCapability.parse(fields[2]), memory))
+        gpus.append(Gpu(int(fields[0]), fields[1], fields[5], ComputeCapability.parse(fields[2]), memory, slices.get(fields[1])))
         driver = Driver(DriverRelease.parse(fields[4]), None)
     return Machine(driver, tuple(gpus))
 
@@ -113,7 +123,9 @@ def parse_nvidia_smi(text: str) -> Machine:
 def _names(entry: str, gpu: Gpu) -> bool:
     if entry.isdigit():
         return int(entry) == gpu.ordinal
-    return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
+    if entry.startswith("MIG-GPU-"):  # as drivers before 470 named a slice: MIG-GPU-<the GPU's>/<GPU instance>/<compute instance>
+        return gpu.uuid == entry.removeprefix("MIG-").partition("/")[0]
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry) or entry.startswith("MIG-") and entry in (gpu.slices or ())
 
 
 def _gfx_number(path: str) -> int:
@@ -187,13 +199,29 @@ def _nvml_gpu(library: ctypes.CDLL, index: int) -> Gpu:
     _check(library.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)))
     _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))  # refused on some integrated GPUs: their memory stays 0
-    return Gpu(index, uuid.value.decode(), name.value.decode(), ComputeCapability(major.value, minor.value), memory.total)
+    capability = ComputeCapability(major.value, minor.value)
+    return Gpu(index, uuid.value.decode(), name.value.decode(), capability, memory.total, _nvml_slices(library, handle))
+
+
+def _nvml_slices(library: ctypes.CDLL, gpu: ctypes.c_void_p) -> tuple[str, ...] | None:
+    """The UUIDs of a GPU's MIG devices; None where MIG is off, or not known to this GPU or driver."""
+    now, later, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    if not hasattr(library, "nvmlDeviceGetMigMode") or library.nvmlDeviceGetMigMode(gpu, ctypes.byref(now), ctypes.byref(later)) or not now.value:
+        return None
+    _check(library.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(most)))
+    uuids: list[str] = []
+    for index in range(most.value):
+        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, ctypes.c_uint(index), ctypes.byref(handle)) == 0:  # else: none has this number
+            _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
+            uuids.append(uuid.value.decode())
+    return tuple(uuids)
 
 
 def _from_nvidia_smi() -> Machine:
     from .probe import output
 
     try:
-        return parse_nvidia_smi(output("nvidia-smi", *_QUERY))
+        return parse_nvidia_smi(output("nvidia-smi", *_QUERY), output("nvidia-smi", "-L"))
     except (OSError, ValueError):
         return Machine()

@@ -142,6 +142,7 @@ def test_the_list_of_targets_fits_a_terminal(width: int) -> None:
         (("target", "lock", "cu999"), "cu130"),
         (("bench", "ops", "--op", "sqrt"), "rms_norm"),
         (("bench", "build", "--rung", "ladder"), "flexops-cold"),
+        (("build", "sqrt"), "norm"),
     ],
 )
 def test_a_name_that_matches_nothing_fails_with_those_there_are(arguments: tuple[str, ...], listed: str) -> None:

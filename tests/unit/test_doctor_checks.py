@@ -40,6 +40,7 @@ DOCKER = replace(LINUX, container="docker")
 CPU_TORCH = TorchFact("ok", version="2.13.0+cpu", import_seconds=2.0)
 CUDA_TORCH = TorchFact("ok", version="2.14.1+cu130", cuda="13.0", gpu_count=1, import_seconds=2.0)
 H200 = Gpu("NVIDIA H200", "9.0", 141 * GIB)
+A100 = Gpu("NVIDIA A100", "8.0", 40 * GIB)
 WITH_GPU = GpuFact((H200,), DriverRelease.parse("580.65.06"), DriverCuda(Version.parse("13.0")))
 NO_GPU = GpuFact()
 GCC = HostCompiler(Path("/usr/bin/g++"), Version.parse("12.2.0"), "gcc 12.2.0", "gcc")
@@ -138,6 +139,9 @@ def test_environment(variables: dict[str, str], status: str) -> None:
         (GpuFact(unusable=("AMD GPU at 0000:01:00.0",)), CPU_TORCH, LINUX, {}, "", "warn", "amdgpu-dkms"),
         (GpuFact(problem="Driver/library version mismatch"), CUDA_TORCH, LINUX, {}, "", "fail", "reboot"),
         (WITH_GPU, CUDA_TORCH, LINUX, {"CUDA_VISIBLE_DEVICES": ""}, "", "warn", "unset CUDA_VISIBLE_DEVICES"),
+        (GpuFact((replace(A100, slices=7),)), CUDA_TORCH, LINUX, {}, "", "ok", "NVIDIA A100 (8.0, 40 GiB, MIG with 7 slices)"),
+        (GpuFact((replace(A100, slices=0),)), CUDA_TORCH, LINUX, {}, "", "fail", "nvidia-smi mig -cgi"),
+        (GpuFact((replace(A100, slices=0), H200)), CUDA_TORCH, LINUX, {}, "", "ok", "MIG with 0 slices"),
     ],
 )
 def test_gpu(fact: GpuFact, torch: TorchFact, where: PlatformFact, variables: dict[str, str], accelerator: str, status: str, word: str) -> None:
@@ -190,6 +194,8 @@ def test_torch(fact: TorchFact, status: str, words: tuple[str, ...]) -> None:
         (replace(CUDA_TORCH, gpu_count=0, gpu_error="Error 803: system has unsupported display driver"), WITH_GPU, {}, "fail", "ldconfig"),
         (replace(CUDA_TORCH, gpu_count=0, gpu_error="The NVIDIA driver on your system is too old"), WITH_GPU, {}, "fail", "update the NVIDIA driver"),
         (replace(CUDA_TORCH, gpu_count=0), WITH_GPU, {"CUDA_VISIBLE_DEVICES": "-1"}, "warn", "unset CUDA_VISIBLE_DEVICES"),
+        (replace(CUDA_TORCH, gpu_count=0, gpu_error="No CUDA GPUs are available"), WITH_GPU, {"CUDA_VISIBLE_DEVICES": "MIG-gone"}, "fail", "MIG-gone names none"),
+        (replace(CUDA_TORCH, gpu_count=0, gpu_error="no CUDA-capable device is detected"), WITH_GPU, {}, "fail", "nvidia-smi"),
     ],
 )
 def test_torch_gpu(fact: TorchFact, gpus: GpuFact, variables: dict[str, str], status: str, word: str) -> None:

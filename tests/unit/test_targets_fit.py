@@ -61,6 +61,16 @@ def test_what_comes_close_is_not_it() -> None:
 def test_an_operators_name_means_its_family() -> None:
     assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {"activation", "norm", "adam"}
     assert catalog.select(("all",)) == catalog.select(()) == catalog.CATALOG
+    for spec in catalog.CATALOG:
+        assert [catalog.select((name,)) for name in (spec.family, *spec.ops)] == [(spec,)] * (1 + len(spec.ops))
+
+
+@pytest.mark.parametrize(("name", "near"), [("swiglo", "swiglu"), ("rmsnorm", "rms_norm"), ("flash_attention", "attention"), ("adamw", "adam")])
+def test_an_unknown_name_gets_the_nearest_ones(name: str, near: str) -> None:
+    with pytest.raises(FlexopsError) as caught:
+        catalog.select((name,))
+    assert caught.value.found.startswith(f"did you mean {near}")
+    assert "norm_backward" in caught.value.required
 
 
 def test_the_help_of_build_lists_every_operator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -86,6 +87,9 @@ def gpu(fact: GpuFact, torch: TorchFact, where: PlatformFact, variables: Mapping
     hidden = variables.get("CUDA_VISIBLE_DEVICES")
     if fact.gpus and hidden is not None and hidden.strip() in ("", "-1"):
         return warn("gpu", f"{_names(fact)}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "a visible GPU", "unset CUDA_VISIBLE_DEVICES")
+    if fact.gpus and all(one.slices == 0 for one in fact.gpus):
+        fix = "sudo nvidia-smi mig -cgi <profile> -C   # of those that `nvidia-smi mig -lgip` lists; or sudo nvidia-smi -mig 0"
+        return fail("gpu", f"{_names(fact)}: nothing runs on it before it has a slice", "a MIG slice, or MIG switched off", fix)
     if fact.gpus:
         return ok("gpu", _names(fact))
     if fact.unusable:
@@ -105,7 +109,8 @@ def _names(fact: GpuFact) -> str:
 
 def _name(one: Gpu, count: int) -> str:
     memory = f", {one.memory_bytes / 2**30:.0f} GiB" if one.memory_bytes else ""
-    return f"{f'{count} x ' if count > 1 else ''}{one.name} ({one.capability}{memory})"
+    slices = "" if one.slices is None else f", MIG with {one.slices} slice{'' if one.slices == 1 else 's'}"
+    return f"{f'{count} x ' if count > 1 else ''}{one.name} ({one.capability}{memory}{slices})"
 
 
 def _driver_fix(fact: GpuFact, where: PlatformFact) -> str:
@@ -187,7 +192,10 @@ def torch_gpu(fact: TorchFact, gpus: GpuFact, variables: Mapping[str, str]) -> F
     if fact.gpu_count == 0:
         if variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
             return warn("torch-gpu", "torch sees no GPU: CUDA_VISIBLE_DEVICES hides them", "a visible GPU", "unset CUDA_VISIBLE_DEVICES")
-        return fail("torch-gpu", f"torch cannot use the GPU: {fact.gpu_error}", "torch.cuda.is_available()", _cuda_fix(fact.gpu_error))
+        fix = _cuda_fix(fact.gpu_error)
+        if "CUDA_VISIBLE_DEVICES" in variables and re.search(r"No CUDA GPUs|no CUDA-capable|invalid device ordinal", fact.gpu_error):
+            fix = f"nvidia-smi -L   # it lists the GPUs and MIG slices there are; CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']} names none of them"
+        return fail("torch-gpu", f"torch cannot use the GPU: {fact.gpu_error}", "torch.cuda.is_available()", fix)
     return ok("torch-gpu", f"torch can use {fact.gpu_count} GPU{'s' if fact.gpu_count > 1 else ''}")
 
 

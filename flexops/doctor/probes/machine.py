@@ -89,7 +89,7 @@ def gpus(root: str = "") -> GpuFact:
     from ...toolchain import gpus as toolchain_gpus
 
     seen = toolchain_gpus.machine(root)
-    nvidia = tuple(Gpu(one.name, str(one.capability), one.memory_bytes) for one in seen.gpus)
+    nvidia = tuple(Gpu(one.name, str(one.capability), one.memory_bytes, slices=None if one.slices is None else len(one.slices)) for one in seen.gpus)
     amd = tuple(Gpu("AMD GPU", name, vendor="amd") for name in toolchain_gpus.local_gfx_targets(root))
     vendors = {vendor for vendor, there in (("NVIDIA", nvidia), ("AMD", amd)) if there}
     driver, driver_cuda = (seen.driver.release, seen.driver.cuda) if seen.driver else (_loaded_driver(root), None)

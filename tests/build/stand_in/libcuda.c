@@ -1,0 +1,277 @@
+/* A CUDA driver that runs nothing. It takes code as the real one does, and refuses what that one refuses, with its numbers: what flexops calls of it
+   then runs as on a machine with such GPUs. What it is, the environment tells; what it was asked for, the file STAND_IN_LOG.
+
+     STAND_IN_GPUS       capabilities of its GPUs: "90,80"; "" for a driver without any
+     STAND_IN_CUDA       what cuDriverGetVersion says: 13000
+     STAND_IN_SMS        multiprocessors of each
+     STAND_IN_CLUSTERS   how many clusters run at once
+     STAND_IN_REFUSE     "cuLaunchKernelEx=719": that call fails so, always; "cuLaunchKernelEx=719@2": at its second call only */
+#include <elf.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
+       NO_BINARY = 209, INVALID_PTX = 218, UNSUPPORTED_PTX = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, OUT_OF_RESOURCES = 701 };
+enum { SHARED_OF_BLOCK = 232448, SHARED_OF_PROCESSOR = 233472, WITHOUT_ASKING = 49152, GPUS = 8 };
+
+typedef struct { unsigned grid[3], block[3], shared; void* stream; struct { int id, padding; unsigned value[16]; }* attributes; unsigned count; } Config;
+typedef struct { char* code; int text, sm, accelerated; } Library;
+typedef struct {
+  Library* library;
+  char symbol[1024];
+  unsigned threads, registers, shared;  /* by the cubin: most threads of a block, registers of a thread, static shared memory */
+  int allowed[GPUS];
+} Kernel;
+
+static __thread int context = -1;  /* the GPU whose context is this thread's */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static const char* setting(const char* name, const char* otherwise) {
+  const char* value = getenv(name);
+  return value ? value : otherwise;
+}
+
+static int capability(int gpu) {
+  const char* at = setting("STAND_IN_GPUS", "90");
+  while (gpu > 0 && at) at = strchr(at, ','), at = at ? at + 1 : 0, --gpu;
+  return gpu < 0 || !at || !*at ? 0 : atoi(at);
+}
+
+static void say(const char* format, const char* text, const unsigned* n) {
+  const char* path = getenv("STAND_IN_LOG");
+  FILE* file = path ? fopen(path, "a") : 0;
+  if (!file) return;
+  fprintf(file, format, text, n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]);
+  fclose(file);
+}
+
+/* What the environment has this call fail with. */
+static int refused(const char* call) {
+  static struct { char name[64]; int calls; } seen[16];
+  const char* wish = setting("STAND_IN_REFUSE", "");
+  size_t length = strlen(call);
+  if (strncmp(wish, call, length) || wish[length] != '=') return OK;
+  const char* at = strchr(wish, '@');
+  int calls = 0;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < 16; ++i) {
+    if (seen[i].name[0] && strcmp(seen[i].name, call)) continue;
+    strcpy(seen[i].name, call);
+    calls = ++seen[i].calls;
+    break;
+  }
+  pthread_mutex_unlock(&lock);
+  return !at || atoi(at + 1) == calls ? atoi(wish + length + 1) : OK;
+}
+
+#define ENTER(call)                                \
+  do {                                             \
+    int status = refused(#call);                   \
+    if (status) return status;                     \
+    if (!capability(0)) return NOT_INITIALIZED;    \
+  } while (0)
+#define ENTER_CONTEXT(call)                        \
+  do {                                             \
+    ENTER(call);                                   \
+    if (context < 0) return INVALID_CONTEXT;       \
+  } while (0)
+
+int cuInit(unsigned flags) { return refused("cuInit") ? refused("cuInit") : capability(0) ? OK : NO_DEVICE; }
+int cuGetExportTable(const void** table, const void* id) { return *table = 0, INVALID_VALUE; }  /* NVRTC asks, and does without */
+int cuDriverGetVersion(int* version) { return *version = atoi(setting("STAND_IN_CUDA", "13000")), refused("cuDriverGetVersion"); }
+int cuDeviceGetCount(int* count) {
+  ENTER(cuDeviceGetCount);
+  for (*count = 0; *count < GPUS && capability(*count); ++*count) {}
+  return OK;
+}
+
+int cuDeviceGetAttribute(int* value, int which, int gpu) {
+  ENTER(cuDeviceGetAttribute);
+  const int known = capability(gpu);
+  if (!known) return INVALID_DEVICE;
+  *value = which == 75 ? known / 10 : which == 76 ? known % 10 : which == 16 ? atoi(setting("STAND_IN_SMS", "132")) : which == 97 ? SHARED_OF_BLOCK : which == 81 ? SHARED_OF_PROCESSOR : 0;
+  return OK;
+}
+
+int cuDevicePrimaryCtxRetain(void** out, int gpu) {
+  ENTER(cuDevicePrimaryCtxRetain);
+  if (!capability(gpu)) return INVALID_DEVICE;
+  *out = (void*)(intptr_t)(gpu + 1);
+  return OK;
+}
+int cuCtxSetCurrent(void* wanted) {
+  ENTER(cuCtxSetCurrent);
+  context = (int)(intptr_t)wanted - 1;
+  say("context %s%u\n", "", (unsigned[9]){(unsigned)context});
+  return OK;
+}
+
+/* ---- code -------------------------------------------------------------------------------------------------------------------------------- */
+
+static const Elf64_Shdr* sections(const char* code, int* count) {
+  const Elf64_Ehdr* elf = (const Elf64_Ehdr*)code;
+  *count = elf->e_shnum;
+  return (const Elf64_Shdr*)(code + elf->e_shoff);
+}
+
+static const Elf64_Shdr* section(const char* code, const char* prefix, const char* symbol) {
+  int count;
+  const Elf64_Shdr* all = sections(code, &count);
+  const char* names = code + all[((const Elf64_Ehdr*)code)->e_shstrndx].sh_offset;
+  for (int i = 0; i < count; ++i) {
+    const char* name = names + all[i].sh_name;
+    if (!strncmp(name, prefix, strlen(prefix)) && !strcmp(name + strlen(prefix), symbol)) return all + i;
+  }
+  return 0;
+}
+
+static int runs_on(const Library* library, int known) {
+  if (library->text) return library->sm <= known;
+  return library->accelerated ? library->sm == known : library->sm / 10 == known / 10 && library->sm <= known;
+}
+
+int cuLibraryLoadData(void** out, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
+  ENTER(cuLibraryLoadData);
+  Library* library = calloc(1, sizeof *library);
+  const Elf64_Ehdr* elf = code;
+  library->text = memcmp(code, ELFMAG, SELFMAG) != 0;
+  library->code = (char*)code;
+  unsigned version = 0;
+  if (library->text) {
+    const char *made = strstr(code, ".version "), *target = strstr(code, ".target sm_");
+    if (!made || !target) return INVALID_IMAGE;
+    int major, minor;
+    sscanf(made, ".version %d.%d", &major, &minor);  /* of PTX: 8.0 is CUDA 12.0's, 9.0 CUDA 13.0's */
+    version = (unsigned)((major + 4) * 1000 + minor * 10);
+    library->sm = atoi(target + 11);
+    if (version > (unsigned)atoi(setting("STAND_IN_CUDA", "13000"))) return UNSUPPORTED_PTX;
+    size_t size = strlen(code) + 1;
+    library->code = memcpy(malloc(size), code, size);
+  } else {
+    if (elf->e_machine != 190) return INVALID_IMAGE;
+    const int newer = elf->e_ident[EI_ABIVERSION] >= 8;
+    library->sm = newer ? elf->e_flags >> 8 & 0xff : elf->e_flags & 0xff;
+    library->accelerated = newer ? elf->e_flags & 8 ? 1 : 0 : elf->e_flags >> 11 & 1;
+    if (newer && atoi(setting("STAND_IN_CUDA", "13000")) < 13000) return NO_BINARY;
+    size_t size = elf->e_shoff + (size_t)elf->e_shnum * elf->e_shentsize;
+    int count;
+    const Elf64_Shdr* all = sections(code, &count);
+    for (int i = 0; i < count; ++i)
+      if (all[i].sh_type != SHT_NOBITS && all[i].sh_offset + all[i].sh_size > size) size = all[i].sh_offset + all[i].sh_size;
+    library->code = memcpy(malloc(size), code, size);  /* the caller may throw it away, as it may with the real one */
+  }
+  int serves = 0;
+  for (int gpu = 0; gpu < GPUS && capability(gpu); ++gpu) serves |= runs_on(library, capability(gpu));
+  if (!serves) return NO_BINARY;
+  say("load %s %u\n", library->text ? "ptx" : library->accelerated ? "cubin-a" : "cubin", (unsigned[9]){(unsigned)library->sm});
+  *out = library;
+  return OK;
+}
+
+int cuLibraryUnload(void* library) { return say("unload%s\n", "", (unsigned[9]){0}), OK; }
+int cuLibraryGetKernel(void** out, void* handle, const char* symbol) {
+  ENTER(cuLibraryGetKernel);
+  Library* library = handle;
+  if (library->text ? !strstr(library->code, symbol) : !section(library->code, ".text.", symbol)) return NOT_FOUND;
+  Kernel* kernel = calloc(1, sizeof *kernel);
+  kernel->library = library;
+  kernel->threads = 1024;
+  strncpy(kernel->symbol, symbol, sizeof kernel->symbol - 1);
+  for (int gpu = 0; gpu < GPUS; ++gpu) kernel->allowed[gpu] = -1;
+  if (!library->text) {
+    const Elf64_Shdr *info = section(library->code, ".nv.info.", symbol), *shared = section(library->code, ".nv.shared.", symbol),
+                     *text = section(library->code, ".text.", symbol);
+    kernel->shared = shared ? (unsigned)shared->sh_size : 0;
+    kernel->registers = text->sh_info >> 24;
+    for (const char *at = library->code + (info ? info->sh_offset : 0), *end = at + (info ? info->sh_size : 0); at + 4 <= end;) {
+      const unsigned form = (unsigned char)at[0], kind = (unsigned char)at[1], size = *(const uint16_t*)(at + 2);
+      const unsigned* value = (const unsigned*)(at + 4);
+      if (form == 4 && kind == 5) kernel->threads = value[0] * value[1] * value[2];
+      at += form == 4 ? 4 + size : 4;
+    }
+  }
+  *out = kernel;
+  return OK;
+}
+
+int cuKernelGetFunction(void** out, void* kernel) {
+  ENTER_CONTEXT(cuKernelGetFunction);
+  *out = kernel;
+  return runs_on(((Kernel*)kernel)->library, capability(context)) ? OK : NO_BINARY;
+}
+
+int cuKernelGetAttribute(int* value, int attribute, void* kernel, int gpu) {
+  ENTER_CONTEXT(cuKernelGetAttribute);
+  *value = attribute == 5 ? ((Kernel*)kernel)->library->sm : 0;
+  return OK;
+}
+
+int cuKernelSetAttribute(int attribute, int value, void* handle, int gpu) {
+  ENTER_CONTEXT(cuKernelSetAttribute);
+  Kernel* kernel = handle;
+  if (attribute != 8 || value + (int)kernel->shared > SHARED_OF_BLOCK) return INVALID_VALUE;
+  kernel->allowed[gpu] = value;
+  return OK;
+}
+
+/* ---- launches ---------------------------------------------------------------------------------------------------------------------------- */
+
+static unsigned cluster_of(const Config* config) { return config->count ? config->attributes[0].value[0] : 1; }
+
+static int judge(const Kernel* kernel, const Config* c) {
+  const unsigned threads = c->block[0] * c->block[1] * c->block[2], cluster = cluster_of(c), all = c->shared + kernel->shared;
+  if (!runs_on(kernel->library, capability(context))) return NO_BINARY;
+  for (int d = 0; d < 3; ++d)
+    if (!c->grid[d] || !c->block[d] || c->grid[d] > (d ? 65535u : 2147483647u)) return INVALID_VALUE;
+  if (threads > 1024 || c->block[2] > 64 || threads > kernel->threads) return INVALID_VALUE;
+  if ((kernel->allowed[context] < 0 ? all > WITHOUT_ASKING : (int)c->shared > kernel->allowed[context] && all > WITHOUT_ASKING) || all > SHARED_OF_BLOCK) return INVALID_VALUE;
+  if (kernel->registers * ((threads + 31) / 32 * 32) > 65536) return OUT_OF_RESOURCES;
+  if (cluster > 1 && (capability(context) < 90 || cluster > 8 || c->grid[0] % cluster)) return INVALID_VALUE;
+  return OK;
+}
+
+int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* config) {
+  ENTER_CONTEXT(cuOccupancyMaxActiveClusters);
+  const int wrong = judge(function, config);
+  *clusters = atoi(setting("STAND_IN_CLUSTERS", "16"));
+  return wrong;
+}
+
+int cuLaunchKernelEx(const Config* c, void* handle, void** arguments, void** extra) {
+  ENTER_CONTEXT(cuLaunchKernelEx);
+  const Kernel* kernel = handle;
+  const int wrong = judge(kernel, c);
+  const unsigned n[9] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1] * c->block[2], c->shared, cluster_of(c), (unsigned)context, (unsigned)wrong};
+  say("launch %s grid %u %u %u block %u %u shared %u cluster %u gpu %u status %u\n", kernel->symbol, n);
+  return wrong;
+}
+
+int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void* stream) {
+  ENTER_CONTEXT(cuMemsetD32Async);
+  say("memset%s %u\n", "", (unsigned[9]){(unsigned)count});
+  return OK;
+}
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* data, const uint64_t* sizes, const uint64_t* strides, const unsigned* box,
+                           const unsigned* steps, int interleave, int swizzle, int l2, int fill) {
+  ENTER(cuTensorMapEncodeTiled);
+  if ((uintptr_t)data % 16 || rank < 1 || rank > 5) return INVALID_VALUE;
+  for (unsigned d = 0; d < rank; ++d)
+    if (!sizes[d] || sizes[d] > (uint64_t)1 << 32 || !box[d] || box[d] > 256 || (d + 1 < rank && (strides[d] % 16 || strides[d] >= (uint64_t)1 << 40))) return INVALID_VALUE;
+  say("tensor map%s %u\n", "", (unsigned[9]){rank});
+  return OK;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  static const struct { int number; const char* text; } known[] = {
+      {0, "no error"}, {1, "invalid argument"}, {2, "out of memory"}, {3, "initialization error"}, {100, "no CUDA-capable device is detected"},
+      {101, "invalid device ordinal"}, {200, "device kernel image is invalid"}, {201, "invalid device context"},
+      {209, "no kernel image is available for execution on the device"}, {218, "a PTX JIT compilation failed"},
+      {222, "the provided PTX was compiled with an unsupported toolchain."}, {400, "invalid resource handle"}, {500, "named symbol not found"},
+      {701, "too many resources requested for launch"}, {719, "unspecified launch failure"}};
+  for (size_t i = 0; i < sizeof known / sizeof *known; ++i)
+    if (known[i].number == error) return *text = known[i].text, OK;
+  return *text = 0, INVALID_VALUE;
+}
