@@ -125,7 +125,7 @@ def _names(entry: str, gpu: Gpu) -> bool:
         return int(entry) == gpu.ordinal
     if entry.startswith("MIG-GPU-"):  # as drivers before 470 named a slice: MIG-GPU-<the GPU's>/<GPU instance>/<compute instance>
         return gpu.uuid == entry.removeprefix("MIG-").partition("/")[0]
-    return entry.startswith("GPU-") and gpu.uuid.startswith(entry) or entry.startswith("MIG-") and entry in (gpu.slices or ())
+    return (entry.startswith("GPU-") and gpu.uuid.startswith(entry)) or (entry.startswith("MIG-") and entry in (gpu.slices or ()))
 
 
 def _gfx_number(path: str) -> int:

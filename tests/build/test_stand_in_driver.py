@@ -19,6 +19,8 @@ import pytest
 from builds import child_environment
 
 from flexops import settings
+from flexops.toolchain import capabilities as capabilities_module
+from flexops.toolchain import gpus
 from flexops.toolchain.model import HostCompiler
 
 SOURCES = Path(__file__).resolve().parent / "stand_in"
@@ -57,12 +59,19 @@ Run = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> Run:
-    """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine with such GPUs."""
+def stand_ins(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> Path:
+    """The folder of the libraries."""
     folder = tmp_path_factory.mktemp("stand-in")
-    for source, library in (("libcuda.c", "libcuda.so.1"), ("libtorch_cuda.c", "libtorch_cuda.so")):
+    for source, library in (("libcuda.c", "libcuda.so.1"), ("libtorch_cuda.c", "libtorch_cuda.so"), ("libnvidia-ml.c", "libnvidia-ml.so.1")):
         command = [str(host_compiler.path), "-x", "c", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
         subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(stand_ins: Path) -> Run:
+    """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine with such GPUs."""
+    folder = stand_ins
 
     def start(program: str, **environment: str) -> Answer:
         log = folder / "log"
@@ -142,3 +151,25 @@ attempt("new GPU", STAND_IN_GPUS="150")
     assert answer.said["new GPU"] == "fine"
     assert [one.partition(" ")[0] for one in answer.loads] == ["ptx"]
     assert "the driver will compile it from PTX" in answer.errors
+
+
+# ---- which GPUs there are ------------------------------------------------------------------------------------------------------------------
+
+
+def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through ctypes, from a library with NVML's entry points: a sliced GPU, three of whose seven slices are there, and one that knows no MIG."""
+    monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
+    found = gpus._from_nvml()
+    assert found
+    assert [(gpu.name, str(gpu.capability), gpu.slices) for gpu in found.gpus] == [
+        ("NVIDIA A100", "8.0", ("MIG-0", "MIG-3", "MIG-6")),
+        ("NVIDIA L40S", "8.9", None),
+    ]
+    assert found.gpus[0].memory_bytes == 0
+    for devices, capabilities in (("MIG-3", ["8.0"]), ("MIG-1", []), (None, ["8.0", "8.9"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices) if devices else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(capabilities_module, "has_device_node", lambda: True)
+        monkeypatch.setattr(gpus, "machine", lambda: found)
+        settings.current.cache_clear()
+        assert [str(one) for one in capabilities_module.local_capabilities()] == capabilities
+    settings.current.cache_clear()

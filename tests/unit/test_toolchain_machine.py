@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexops import settings
 from flexops.compute_capability import ComputeCapability
-from flexops.toolchain import capabilities as capabilities_module
 from flexops.toolchain import gpus
-from flexops.toolchain.model import HostCompiler
 from flexops.toolchain.resources import Resources, detect
 
 MIB = 1 << 20
@@ -143,51 +140,6 @@ def test_mig_slices_have_their_gpus_capability(devices: str, shown: list[str]) -
     here = gpus.parse_nvidia_smi(SLICED, LISTING).gpus
     assert [gpu.slices for gpu in here] == [("MIG-111", "MIG-222"), None]
     assert [str(gpu.capability) for gpu in gpus.visible(here, devices, "FASTEST_FIRST")] == shown
-
-
-NVML = r"""
-#include <string.h>
-typedef struct { unsigned long long total, free, used; } Memory;
-int nvmlInit_v2(void) { return 0; }
-int nvmlShutdown(void) { return 0; }
-int nvmlSystemGetDriverVersion(char* text, unsigned size) { strncpy(text, "580.65.06", size); return 0; }
-int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13000; return 0; }
-int nvmlDeviceGetCount_v2(unsigned* count) { *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** gpu) { *gpu = (void*)(1L + index); return 0; }
-int nvmlDeviceGetCudaComputeCapability(void* gpu, int* major, int* minor) { *major = 8; *minor = gpu == (void*)1 ? 0 : 9; return 0; }
-int nvmlDeviceGetName(void* gpu, char* text, unsigned size) { strncpy(text, gpu == (void*)1 ? "NVIDIA A100" : "NVIDIA L40S", size); return 0; }
-int nvmlDeviceGetMemoryInfo(void* gpu, Memory* memory) { return 4; }  /* no permission: as in a container that has one slice */
-int nvmlDeviceGetMigMode(void* gpu, unsigned* now, unsigned* later) { *now = *later = 1; return gpu == (void*)1 ? 0 : 3; }
-int nvmlDeviceGetMaxMigDeviceCount(void* gpu, unsigned* count) { *count = 7; return 0; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void* gpu, unsigned index, void** slice) { *slice = (void*)(16L + index); return index % 3 ? 6 : 0; }
-int nvmlDeviceGetUUID(void* gpu, char* text, unsigned size) {
-  strncpy(text, gpu == (void*)1 ? "GPU-aaa" : gpu == (void*)2 ? "GPU-bbb" : "MIG-0", size);
-  if ((long)gpu > 15) text[4] += (long)gpu - 16;
-  return 0;
-}
-"""
-
-
-def test_nvml_tells_of_mig_slices(tmp_path: Path, host_compiler: HostCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through ctypes, from a library with NVML's entry points: a sliced GPU, three of whose seven slices are there, and one that knows no MIG."""
-    (tmp_path / "nvml.c").write_text(NVML)
-    library = tmp_path / "libnvidia-ml.so.1"
-    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nvml.c")], check=True)
-    monkeypatch.setattr(gpus, "_NVML", (str(library),))
-    found = gpus._from_nvml()
-    assert found
-    assert [(gpu.name, str(gpu.capability), gpu.slices) for gpu in found.gpus] == [
-        ("NVIDIA A100", "8.0", ("MIG-0", "MIG-3", "MIG-6")),
-        ("NVIDIA L40S", "8.9", None),
-    ]
-    assert found.gpus[0].memory_bytes == 0
-    for devices, capabilities in (("MIG-3", ["8.0"]), ("MIG-1", []), (None, ["8.0", "8.9"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices) if devices else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(capabilities_module, "has_device_node", lambda: True)
-        monkeypatch.setattr(gpus, "machine", lambda: found)
-        settings.current.cache_clear()
-        assert [str(one) for one in capabilities_module.local_capabilities()] == capabilities
-    settings.current.cache_clear()
 
 
 def test_without_a_device_node_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

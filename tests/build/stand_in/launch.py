@@ -4,7 +4,7 @@ Request: ``program``, Python. Within its ``with OnGpu():`` operators are those k
 What it puts into ``said`` is the answer; an exception is its ``error``.
 """
 
-# ruff: noqa: E402 - paths come before the imports that need them
+
 from __future__ import annotations
 
 import ctypes
