@@ -39,6 +39,12 @@ def _guard_by_keys() -> AbstractContextManager[None]:
 below_autograd: Callable[[], AbstractContextManager[None]] = getattr(_C, "_AutoDispatchBelowAutograd", _guard_by_keys)
 """Inside, the dispatcher passes autograd over."""
 
+below_versions: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowADInplaceOrView
+"""Inside, the dispatcher passes over autograd, and what counts the times that a tensor was written."""
+
+after_versions: Any = _C._after_ADInplaceOrView_keyset
+"""The dispatch keys that come after that."""
+
 not_compiled: Callable[..., Any] = getattr(getattr(torch, "_compile", None), "_disable_dynamo", torch.compiler.disable)
 """Decorates what ``torch.compile`` leaves as it is; unlike the public one, without importing the compiler."""
 

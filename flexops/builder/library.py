@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..op_builder.schema import Dimensions, Output, Signature
 from ..op_builder.spec import OpSpec, Project
 from ..ops import _register
 
-_TAKEN = ("aten", "c10", "flexops", "prim", "prims", "std", "torch")
+_TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
 F = TypeVar("F", bound=Callable[..., Any])
 
 self_checks: dict[str, list[Callable[[str], float]]] = {}
@@ -39,8 +40,8 @@ class Library:
     """
 
     def __init__(self, name: str, *, root: str | os.PathLike[str]) -> None:
-        if not name.isidentifier() or not name.isascii() or name in (*_TAKEN, *schema.RESERVED):
-            required = f"an identifier, none of {', '.join(_TAKEN)} and no word of C++"
+        if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops))):
+            required = f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing that torch.ops has itself"
             raise FlexopsError(f"no library can be called {name!r}", required=required, fix="give it another name")
         place = Path(os.path.abspath(root))
         self.name = name
@@ -110,16 +111,22 @@ class Op:
         self.library, self.signature, self.family, self.reference = library, signature, family, reference
         name = text.partition("(")[0].strip()
         self.label = f"{library.name}.{name}"
-        self._names = [argument.name for argument in signature.schema.arguments] if signature else list(inspect.signature(reference).parameters)
+        parameters = inspect.signature(reference).parameters
+        any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+        self._names = [argument.name for argument in signature.schema.arguments] if signature else list(parameters)
+        if not any_number and self._names != list(parameters):  # by name, arguments would be handed over in the reference's order
+            found, required = ", ".join(parameters), f"the schema's arguments, in their order: {', '.join(self._names)}"
+            raise FlexopsError(f"the reference of {self.label} does not take what the schema says", found=found, required=required, fix="rename them")
         self._fake: Callable[..., Any] | None = functools.partial(_fake, signature) if signature else None
         self._check: Callable[..., None] | None = None
         functools.update_wrapper(self, reference)
         try:
-            _register.define(family, text, reference, self._fake_of, check=self._refuse, project=library.project)
+            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, project=library.project)
         except (RuntimeError, ValueError) as error:
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
         self.op = getattr(getattr(torch.ops, library.name), name).default
+        _register.guard_gradient(self.op)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(self._names):
@@ -128,6 +135,9 @@ class Op:
 
     def __repr__(self) -> str:
         return f"<operator {self.label}>"
+
+    def __reduce__(self) -> str:
+        return str(getattr(self, "__qualname__", self.label))  # as functions are pickled and copied: by name
 
     def fake(self, function: F) -> F:
         """Gives results' shapes, dtypes and devices from the arguments, if ``outputs`` cannot say them; then the binding is hand-written, as a rule."""
@@ -153,6 +163,8 @@ class Op:
         if function is None:
             return functools.partial(self.backward, saves=saves)
         declared = schema_of(self.op)
+        if declared.is_mutable:
+            raise FlexopsError(f"{self.label} writes its arguments, which has no gradient here", fix="an operator that returns what it makes")
         tensors = [argument.name for argument in declared.arguments if "Tensor" in str(argument.type) and "List" not in str(argument.type)]
         kept, names, results = list(tensors if saves is None else saves), self._names, [result.name for result in declared.returns]
         results = list(self.signature.schema.results) if self.signature else results
@@ -190,6 +202,21 @@ class Op:
             _check(self.label, self.signature, dict(zip(self._names, args, strict=False)))
         if self._check:
             self._check(*args)
+
+
+def _by_position(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference as the dispatcher calls it, which knows of no argument that must be named."""
+    parameters = inspect.signature(reference).parameters.values()
+    named = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    if not named:
+        return reference
+
+    @functools.wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = len(parameters) - len(named)
+        return reference(*args[:first], **dict(zip(named, args[first:], strict=False)), **kwargs)
+
+    return call
 
 
 # ---- what a signature says, in Python: the words are those of the binding ------------------------------------------------------------------

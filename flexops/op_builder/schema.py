@@ -18,10 +18,17 @@ FLOATS = ("float32", "float16", "bfloat16")
 SPLITS = ("elements", "rows", "whole")
 
 RESERVED = frozenset(
-    """alignas auto bool break case catch char class const continue default delete do double else enum explicit export extern false float for friend goto if
-    inline int long mutable namespace new operator private protected public register return short signed sizeof static struct switch template this throw true
-    try typedef typename union unsigned using virtual void volatile while""".split()  # noqa: SIM905
+    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t char8_t class co_await co_return co_yield compl
+    concept const const_cast consteval constexpr constinit continue decltype default delete do double dynamic_cast else enum explicit export extern
+    false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw true
+    try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
+_BINDINGS = frozenset(
+    """begin end stream check_device check_launch contiguous cpu_isa current_stream dtype_name dtype_of_code flexops guard_ it_ kernel_ kOp parallel_for
+    pointer_to shape_text std type_ view_of wanted_""".split()  # noqa: SIM905
+)
+"""What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work`` and ``_dtype``."""
 
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
 _ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
@@ -72,6 +79,8 @@ def parse(text: str) -> Schema:
     every = [argument.name for argument in arguments] + names
     if reserved := sorted(RESERVED.intersection(every)):
         raise _unread(text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written")
+    if used := sorted(_BINDINGS.union(f"{name}_{what}" for name in every for what in ("view", "work", "dtype")).intersection(every)):
+        raise _unread(text, f"{', '.join(used)} is what the binding calls something else")
     if repeated := sorted({name for name in every if every.count(name) > 1}):
         raise _unread(text, f"{', '.join(repeated)} stands there twice")
     return Schema(match[1], arguments, tuple(names))
@@ -85,7 +94,7 @@ def _argument(schema: str, text: str) -> Argument:
     if "=" in text or text == "*":
         raise _unread(schema, f"{text!r}: defaults and keyword-only arguments are the Python function's, not the schema's")
     match = _ARGUMENT.fullmatch(text)
-    if match is None or (match[3] and (match[1] != "Tensor" or match[4])) or (match[2] and match[1] != "Tensor"):
+    if match is None or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4])) or (match[1] == "ScalarType" and match[4]):
         known = "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?, bool?"
         raise _unread(schema, f"{text!r} is no argument that the builder knows: {known}")
     return Argument(match[5], match[1].replace("SymInt", "int"), bool(match[4]), bool(match[3]), bool(match[2]))

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch import (
+    after_versions,
     any_requires_grad,
     apply_of,
     below_autograd,
+    below_versions,
     builtin,
     compiler,
     forward_mode,
@@ -39,6 +41,7 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 _families: dict[str, list[Any]] = {}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
+_applies: dict[Any, Callable[..., Any]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[Any, Any] = {}
 """For each overload that is the forward pass of another one where there is a gradient, that one."""
@@ -140,11 +143,51 @@ def add_gradient(
     if forward is not None:
         public[forward] = op
     library, below, refuse, called = _parts[op]
+    known = op in _differentiable
     _differentiable[op] = _function(op, forward, setup_context, backward)
-    apply = apply_of(_differentiable[op])
-    library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op, apply), "Autograd")
+    apply = _applies[op] = apply_of(_differentiable[op])
+    if not known:
+        library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op), "Autograd")
     transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
     _callers[op] = _caller(op, apply, below, transformed, refuse)
+
+
+def guard_gradient(op: Any) -> None:
+    """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
+    it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
+    schema, (library, below, refuse, called) = schema_of(op), _parts[op]
+    name = schema.name.partition("::")[2]
+    if any(argument.kwarg_only for argument in schema.arguments):
+        return
+    what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
+    if not schema.is_mutable:
+        add_gradient(op, _saves_nothing, functools.partial(_no_gradient, f"{what}, or give it one (@{name}.backward)"))
+        return
+
+    def guarded(*args: Any) -> Any:
+        return _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
+
+    library.impl(name, guarded, "Autograd")
+    _callers[op] = _caller(op, guarded, below, op, refuse)
+    written = [index for index, argument in enumerate(schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+    library.impl(name, functools.partial(_count_writes, op, written), "ADInplaceOrView", with_keyset=True)
+
+
+def _saves_nothing(*_: Any) -> None:
+    pass
+
+
+def _no_gradient(what: str, *_: Any) -> Any:
+    raise RuntimeError(what)
+
+
+def _count_writes(op: Any, written: list[int], keys: Any, *args: Any) -> Any:
+    for index in written:
+        for tensor in args[index] if isinstance(args[index], (list, tuple)) else (args[index],):
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
+    with below_versions():
+        return op.redispatch(keys & after_versions, *args)
 
 
 def caller(op: Any) -> Callable[..., Any]:
@@ -178,11 +221,11 @@ def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
         return op(*args)
 
 
-def _autograd(op: Any, apply: Callable[..., Any], *args: Any) -> Any:
+def _autograd(op: Any, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``, which
     public functions do elsewhere."""
     if is_grad_enabled() and any_requires_grad(*args):
-        return _differentiable[op].apply(*args) if is_transforming() else apply(*args)
+        return _differentiable[op].apply(*args) if is_transforming() else _applies[op](*args)
     return _below_autograd(builtin(op), *args)
 
 

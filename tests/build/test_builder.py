@@ -71,7 +71,7 @@ lib = builder.Library("wide", root=__file__)
 @lib.op("mix(Tensor x, Tensor? bias, Tensor[] more, float scale, int count, float? shift, bool twice, ScalarType dtype) -> (Tensor y, Tensor sums)",
         family="wide", dtypes={"x": "float32", "bias": "x", "more": "float32"}, shapes={"bias": "x[-1]", "more": "x"}, split="whole",
         outputs=(builder.Output("x[:-1], count", "x"), builder.Output("x[0]", "dtype")))
-def mix(x, bias, more, scale, count, shift=None, twice=False, dtype=torch.int64):
+def mix(x, bias, more, scale, count, shift=None, *, twice=False, dtype=torch.int64):
     whole = (x if bias is None else x + bias) * scale + sum(more) + (0.0 if shift is None else shift)
     whole = whole * 2 if twice else whole
     return whole.sum(-1, keepdim=True).expand(*x.shape[:-1], count).clone(), torch.full((x.shape[0],), count, dtype=dtype)
@@ -117,11 +117,11 @@ void add__cpu(const TensorView& x, const TensorView& y, int64_t begin, int64_t e
 }  // namespace wide::FLEXOPS_ISA
 """
 USE_WIDE = """
-import itertools, torch, wide, flexops
+import copy, itertools, pickle, torch, wide, flexops
 x, bias = torch.randn(5, 4).t().contiguous().t(), torch.randn(4)
 for b, more, shift, twice, dtype in itertools.product((None, bias), ([], [x + 1, x.clone()]), (None, 0.5), (False, True), (torch.int64, torch.float32)):
     args = (x, b, more, 0.25, 3, shift, twice, dtype)
-    for actual, expected in zip(wide.mix(*args), wide.mix.reference(*args), strict=True):
+    for actual, expected in zip(wide.mix(*args), wide.mix.reference(*args[:6], twice=twice, dtype=dtype), strict=True):
         torch.testing.assert_close(actual, expected)
 torch.testing.assert_close(wide.mix(x, count=2, bias=None, more=[], scale=1.0)[0][:, 0], x.sum(-1))  # by name, with the reference's defaults
 fake = wide.mix(x.to("meta"), None, [], 0.25, 3, None, False, torch.float32)
@@ -148,6 +148,28 @@ for args, error, said in (
         assert said.replace("wide.mix", "wide::mix").replace("more[0]", "more") in str(found), found
     else:
         raise AssertionError(said)
+def refused(call, said):
+    try:
+        call()
+    except RuntimeError as found:
+        assert said in str(found), found
+    else:
+        raise AssertionError(said)
+leaf = torch.ones(6, 8, requires_grad=True)
+for add_ in (wide.add_, torch.ops.wide.add_):
+    hidden = leaf * 2
+    loss = hidden.square().sum()
+    add_(hidden.detach(), torch.ones(6, 8))  # which autograd has saved: native kernels count what they write, too
+    refused(loss.backward, "modified by an inplace operation")
+    refused(lambda: add_(hidden, torch.ones(6, 8)), "wide.add_ has no gradient")
+    with torch.no_grad():
+        add_(leaf, torch.ones(6, 8))
+    with torch.inference_mode():
+        add_(torch.ones(6, 8), torch.ones(6, 8))
+for mix in (wide.mix, torch.ops.wide.mix):
+    refused(lambda: (mix(leaf, None, [], 1.0, 3, None, False, torch.float32)[0].sum() + leaf.sum()).backward(), "wide.mix has no gradient")
+    assert not mix(leaf, None, [], 1.0, 3, None, False, torch.int64)[1].requires_grad
+assert pickle.loads(pickle.dumps(wide.mix)) is copy.deepcopy(wide.mix) is wide.mix
 torch.library.opcheck(torch.ops.wide.mix.default, (x, bias, [x], 0.25, 3, 0.5, True, torch.int64))
 torch.library.opcheck(torch.ops.wide.add_.default, (torch.zeros(6, 8), torch.randn(6, 8)))
 print(*[one.backend for one in flexops.status() if one.op == "wide.wide"])
@@ -161,6 +183,8 @@ def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler)
     (tmp_path / "wide" / "__init__.py").write_text(WIDE)
     (folder / "wide_cpu.cpp").write_text(WIDE_CPU)
     assert "jit" in run(USE_WIDE, tmp_path, FLEXOPS_FALLBACK="forbid")
+    plain = run("import torch, wide; print(wide.mix(torch.ones(2, 3), None, [], 1.0, 2, twice=True)[0])", tmp_path, FLEXOPS_JIT="0")
+    assert "[6., 6.]" in plain  # the reference, whose last arguments must be named
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -198,6 +222,9 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)", "cannot be read"),
         ("mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)", "torch does not take the schema"),
         ("mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))", "cannot save nothing"),
+        ("mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)", "in their order: x, y"),
+        ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),
+        ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
     ],
 )
 def test_declarations_that_cannot_be(code: str, said: str) -> None:

@@ -36,6 +36,12 @@ def test_every_kind_of_argument_is_read() -> None:
         ("scale(Tensor x, float x) -> Tensor", "twice"),
         ("scale(Tensor x, int default) -> Tensor", "word of C++"),
         ("scale(float x) -> Tensor", "no argument of type Tensor"),
+        ("scale(Tensor x, float nullptr) -> Tensor", "word of C++"),
+        ("scale(Tensor x, int begin) -> Tensor", "begin is what the binding calls"),
+        ("scale(Tensor contiguous) -> Tensor", "contiguous is what the binding calls"),
+        ("scale(Tensor x) -> (Tensor x_view, Tensor y)", "x_view is what the binding calls"),
+        ("scale(Tensor x, ScalarType? dtype) -> Tensor", "no argument that the builder knows"),
+        ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "no argument that the builder knows"),
     ],
 )
 def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> None:
