@@ -263,6 +263,7 @@ def _launched(schema: Schema, options: Options, values: Sequence[str], grid: str
     yield "    raise"
     yield "_status = _launch(_config, _kernel, None, _extra)"
     yield f"if _status: _failed(_status, _device, _config, _kernel, _extra, ({grid}), ({block}), {shared})"
+    yield from (f"_count_write({tensor.name})" for tensor in schema.tensors if tensor.mutable)
     yield _returned(schema)
 
 

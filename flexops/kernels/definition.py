@@ -183,7 +183,7 @@ class _Code:
             "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
             "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
             "_current_device": _torch.current_gpu, "_stream": _torch.current_stream, "_is_compiling": _torch.is_compiling, "_compiler": _torch.compiler,
-            "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
+            "_count_write": _count_write, "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
         }  # fmt: skip
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
         self.run: Callable[..., Any] = self.names["run"]
@@ -424,6 +424,12 @@ def _chosen(source: str, name: str, schema: str) -> Signature:
         required = f"one kernel called {name}" if not chosen else f"one kernel called {name}, not {len(chosen)}"
         raise FlexopsError(f"flexops.kernel: which kernel {schema} is cannot be told", found=there, required=required, fix="name=<the kernel's name>")
     return chosen[0]
+
+
+def _count_write(tensor: torch.Tensor | None) -> None:
+    """Tell autograd that a kernel wrote the tensor: a backward pass that had saved it then says so instead of being silently wrong."""
+    if tensor is not None and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

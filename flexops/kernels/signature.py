@@ -80,9 +80,9 @@ class Signature(NamedTuple):
 
 
 def kernels(source: str) -> list[Signature]:
-    """Every ``__global__`` function in a source text, in its order."""
+    """Every ``__global__`` function in a source text, in its order; one that is declared first and defined later, where it is defined."""
     text = _blanked(source)
-    found = []
+    found, defined = [], set()
     for match in re.finditer(r"\b__global__\b", text):
         head = _head(text, match.end())
         if head is None:
@@ -93,7 +93,10 @@ def kernels(source: str) -> list[Signature]:
         namespaces = _namespaces(text[: match.start()])
         parameters = tuple(_parameter(part) for part in _split(own) if part.strip() not in ("", "void"))
         found.append(Signature("::".join([*namespaces, name]), _template(text[: match.start()]), parameters, text.count("\n", 0, match.start()) + 1))
-    return found
+        if text[closing + 1 :].lstrip()[:1] == "{":
+            defined.add(found[-1])
+    names = {one.name for one in defined}
+    return [one for one in found if one in defined or one.name not in names]
 
 
 def _blanked(source: str) -> str:
@@ -140,7 +143,7 @@ def _template(before: str) -> tuple[TemplateParameter, ...]:
         depth += {"<": 1, ">": -1}.get(before[closing], 0)
         if depth == 0:
             break
-    if depth or not re.fullmatch(r"\s*(?:(?:static|inline|extern|void)\s+)*", before[closing + 1 :]):
+    if depth or re.search("[;{}]", before[closing + 1 :]):  # it is another declaration's
         return ()
     parameters = []
     for part in _split(before[opening + 1 : closing]):
@@ -178,4 +181,5 @@ def _parameter(text: str) -> Parameter:
     pointer = "*" in declared or "[" in declared
     words = [word for word in re.findall(r"[\w:]+(?:<[^>]*>)?", declared.partition("[")[0]) if word not in _IGNORED]
     *kind, name = words
+    kind += ["*"] * (declared.count("*") > 1)  # a pointer to pointers, which tensors of any dtype may hold
     return Parameter(name, " ".join(kind).replace("std::", "").removeprefix("flexops::"), pointer)

@@ -213,6 +213,13 @@ def test_tensors_are_made_contiguous_but_those_that_are_written(driver: FakeDriv
     assert out.is_contiguous()
     fill = flexops.kernel("__global__ void fill(float* y, float value, int n) { y[n - 1] = value; }", "fill(Tensor(a!) y, float value) -> ()")
     assert launched(fill)(torch.ones(3), 1.0) is None
+    with torch.inference_mode():
+        launched(fill)(torch.ones(3), 1.0)
+    saved = torch.ones(3, requires_grad=True) * 2
+    loss = saved.square().sum()
+    launched(fill)(saved.detach(), 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     with pytest.raises(ValueError, match="fill: y is written in place and must be contiguous"):
         launched(fill)(x, 1.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import flexops
 from flexops.errors import FlexopsError, NativeUnavailableError
 from flexops.kernels import launch
-from flexops.kernels.signature import Parameter, TemplateParameter, kernels
+from flexops.kernels.signature import ELEMENTS, Parameter, TemplateParameter, kernels
 
 SCALE = """
 template <typename T> __global__ void scale(const T* x, T* out, float factor, int64_t n) {
@@ -55,6 +55,22 @@ def test_what_a_source_says_of_its_kernels() -> None:
     )
     assert (second.parameters, last.parameters, second.template) == ((), (), ())
     assert first.line == 7
+
+
+def test_attributes_forward_declarations_and_pointers_to_pointers() -> None:
+    source = """
+    template <typename T> __global__ void first(const T*, int);
+    template <typename T> struct Other { T x; };
+    __global__ void second(const float* const* lists, float* one);
+    template <typename T>
+    __launch_bounds__(256) __global__ void first(const T* x, int n) {}
+    __global__ void second(const float* const* lists, float* one) {}
+    """
+    first, second = kernels(source)
+    assert (first.template, first.parameters[0], first.line) == ((TemplateParameter("T", "typename", False),), Parameter("x", "T", True), 6)
+    assert (second.template, second.line) == ((), 7)
+    assert second.parameters[0].type not in ELEMENTS  # addresses: a tensor of int64, say
+    assert second.parameters[1] == Parameter("one", "float", True)
 
 
 def test_parameters_lie_where_cpp_has_them() -> None:
