@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+_MODEL_HELP = "A model's config.json, or the folder with it; an architecture, such as llama; or a model's name on the Hugging Face Hub."
+
 
 def patch(
-    model: Annotated[str, typer.Argument(metavar="MODEL_CONFIG", help="A model's config.json, or the folder with it; or an architecture, such as llama.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_CONFIG", help=_MODEL_HELP)],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """What flexops.patch swaps in a model, and what not and why; no weights are needed."""

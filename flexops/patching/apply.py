@@ -123,7 +123,7 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
         for part, forward in pattern.swap(module):
             options = {"in_graphs": in_graphs} if hasattr(forward.func, "__wrapped__") else {}
             part.__dict__["forward"] = functools.partial(forward.func, *forward.args, **forward.keywords, **options)
-    yield Row(name, 1, pattern.operator, not reason, reason)
+    yield Row(name, 1, pattern.operator_of(module), not reason, reason)
 
 
 def _covered(module: nn.Module) -> set[int]:

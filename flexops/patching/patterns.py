@@ -31,7 +31,8 @@ class Pattern:
 
     Attributes:
         part: which of ``flexops.patch``'s switches turns it off.
-        operator: what takes the place of its code.
+        operator: what takes the place of its code; where the module decides which of two, both with " / " between them.
+        choose: which of those two, for a module; None: not known.
         classes: qualified names. ``*`` stands for every class that has the attributes of ``needs``.
         needs: attributes that such a module has.
         refuse: why this very module stays as it is; "" if it need not.
@@ -50,6 +51,11 @@ class Pattern:
     refuse: Callable[[Any], str] = lambda _: ""
     variant: Callable[[Any], Any] = lambda _: None
     concerns: Callable[[Any], bool] = lambda _: True
+    choose: Callable[[Any], int | None] = lambda _: None
+
+    def operator_of(self, module: Any) -> str:
+        chosen = self.choose(module)
+        return self.operator if chosen is None else self.operator.split(" / ")[chosen]
 
 
 def _hf(suffix: str, *names: str) -> tuple[str, ...]:
@@ -116,6 +122,10 @@ def _kind(act: Any) -> str:
         return ""
     known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
     return next((name for name, expected in known.items() if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, 1e-5, 1e-5)), "")
+
+
+def _first_if_silu(act: Any) -> int | None:
+    return {"silu": 0, "none": 1, "tanh": 1}.get(_kind(act))
 
 
 def _no_such_activation(name: str) -> Callable[[Any], str]:
@@ -331,14 +341,15 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("residuals", "add_layer_norm", (*_hf("SelfOutput", "bert.Bert"), *_hf("Output", "bert.Bert")), ("dense", "LayerNorm", "dropout"),
             _layer(forwards.bert_output), _tiny_bert_output),
     Pattern("activations", "swiglu_linear / geglu_linear", (*_hf("MLP", *_LLAMAS[:-1], *_GEMMAS), "*"), ("gate_proj", "up_proj", "down_proj", "act_fn"),
-            _gated_swap, _tiny_gated, _is_gated, lambda module: _kind(module.act_fn)),
+            _gated_swap, _tiny_gated, _is_gated, lambda module: _kind(module.act_fn), choose=lambda module: _first_if_silu(module.act_fn)),
     Pattern("activations", "bias_gelu / bias_silu", ("torch.nn.modules.container.Sequential",), (),
             _sequential_swap, _tiny_sequential, variant=_pairs_of, concerns=lambda module: bool(torch_modules.fused(module))),
     Pattern("attention", "attention", ("torch.nn.modules.activation.MultiheadAttention",), ("in_proj_weight", "out_proj", "bias_k"),
             lambda module: [(module, functools.partial(torch_modules.multihead_attention, module))], _tiny_attention, _other_attention,
             lambda module: (module.batch_first, module.in_proj_bias is None)),
     Pattern("activations", "swiglu_linear / geglu_linear", _hf("MLP", "phi3.Phi3"), ("gate_up_proj", "down_proj", "activation_fn"),
-            _packed_swap, _tiny_packed, _no_such_activation("activation_fn"), lambda module: _kind(module.activation_fn)),
+            _packed_swap, _tiny_packed, _no_such_activation("activation_fn"), lambda module: _kind(module.activation_fn),
+            choose=lambda module: _first_if_silu(module.activation_fn)),
     _mlp(_hf("MLP", "phi.Phi", "vit.ViT"), "fc1", "activation_fn", "fc2"),
     _mlp(_hf("MLP", "gpt_neox.GPTNeoX"), "dense_h_to_4h", "act", "dense_4h_to_h"),
     _mlp(_hf("Intermediate", "bert.Bert"), "dense", "intermediate_act_fn", ""),

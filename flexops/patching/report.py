@@ -68,13 +68,14 @@ class Report:
         return json.dumps({"model": self.model, "rows": [asdict(row) for row in self.rows]}, indent=2)
 
     def __str__(self) -> str:
-        head = f"flexops.patch({self.model}): {sum(row.count for row in self.swapped)} modules swapped"
         if not self.rows:
-            return f"{head}; it has none that flexops knows"
+            return f"flexops.patch({self.model}): it has no module that flexops knows"
+        swapped, left = (sum(row.count for row in rows) for rows in (self.swapped, self.not_swapped))
+        head = f"flexops.patch({self.model}): {swapped} swapped, {left} left as they are"
         modules = max(len(row.module) for row in self.rows)
         operators = max(len(row.operator) for row in self.rows)
         lines = [
-            f"  {'yes' if row.swapped else 'no ':3}  {row.count:>4} x {row.module:<{modules}}  {row.operator:<{operators}}  {row.reason}".rstrip()
+            f"  {'swapped' if row.swapped else 'left':7}  {row.count:>4} x {row.module:<{modules}}  {row.operator:<{operators}}  {row.reason}".rstrip()
             for row in self.rows
         ]
         return "\n".join([head, *lines])

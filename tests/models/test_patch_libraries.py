@@ -234,10 +234,44 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
         told = json.loads(CliRunner().invoke(app, ["patch", str(argument), "--json"]).stdout)
         assert told["model"] == "Qwen3ForCausalLM"
         assert all(row["swapped"] for row in told["rows"])
-    assert "rms_norm" in CliRunner().invoke(app, ["patch", str(tmp_path)]).stdout
+    shown = CliRunner().invoke(app, ["patch", str(tmp_path)]).stdout
+    assert "rms_norm" in shown
+    assert "swiglu_linear\n" in shown
+    assert "geglu" not in shown
+    assert shown.splitlines()[0].endswith(", 0 left as they are")
     assert "bias_gelu" in CliRunner().invoke(app, ["patch", "phi"]).stdout
     with pytest.raises(flexops.errors.PatchError, match="no such config"):
         CliRunner().invoke(app, ["patch", str(tmp_path / "nowhere")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "found"),
+    [
+        (None, "no such config", "a folder without a config.json"),
+        ("{bad", "makes no model", "not a valid JSON"),
+        ('{"a": 1}', "makes no model", "model_type"),
+        ('{"model_type": "tomorrow"}', "makes no model", "tomorrow"),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(content: str | None, what: str, found: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(flexops.errors.PatchError, match=what) as caught:
+        flexops.patching.from_config.report(str(tmp_path))
+    assert found in caught.value.found
+    assert "\n" not in caught.value.found
+    assert caught.value.required
+    assert caught.value.fix
+
+
+def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with its config in the Hub's cache it needs none."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(flexops.errors.PatchError, match="the config of nobody/no-such-model could not be had") as caught:
+        flexops.patching.from_config.report("nobody/no-such-model")
+    assert "flexops patch FOLDER" in caught.value.fix
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: tiny.config("llama"))
+    assert flexops.patching.from_config.report("nobody/no-such-model").model.startswith("Llama")
 
 
 # ---- HF's kernels ------------------------------------------------------------------------------------------------------------------------------
