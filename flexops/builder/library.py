@@ -90,9 +90,9 @@ class Library:
                 raise FlexopsError(f"{self.name}.{name} is declared twice", found=" and ".join(places), fix="give one of them another name")
             self.ops[name] = Op(self, text, signature, family, reference)
             known = self.project.label(family)
-            before = next((spec for spec in catalog.specs() if spec.name == known), OpSpec(family, (), self.project))
+            before = next((spec for spec in catalog.specs() if spec.name == known), OpSpec(family, self.project))
             more = (signature,) if signature else ()
-            catalog.add(OpSpec(family, (*before.ops, name), self.project, signatures=(*before.signatures, *more)))
+            catalog.add(OpSpec(family, self.project, signatures=(*before.signatures, *more)))
             return self.ops[name]
 
         return declared

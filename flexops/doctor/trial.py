@@ -142,7 +142,7 @@ def small_op() -> OpSpec:
     from ..op_builder.schema import declare
     from ..op_builder.spec import OpSpec
 
-    return OpSpec("doctor", ("doctor_square",), isa_levels=("baseline",), signatures=(declare(_SMALL_SCHEMA, dtypes={"x": "float32"}),))
+    return OpSpec("doctor", isa_levels=("baseline",), signatures=(declare(_SMALL_SCHEMA, dtypes={"x": "float32"}),))
 
 
 def _one_architecture(chosen: Settings) -> str | None:

@@ -1,7 +1,6 @@
 """The families that there are: those that flexops ships, and those of the projects that registered theirs (``flexops.builder``).
 
-What a family is built from, its folder in ``csrc/`` says (``spec.py``). Which operators it has stands here, because whoever builds them must know
-without importing torch.
+What a family is built from, and which operators it has, its folder in ``csrc/`` says (``spec.py``).
 """
 
 from __future__ import annotations
@@ -13,33 +12,21 @@ _LISTS = (7, 0)
 """Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older GPUs have 4."""
 
 CATALOG: tuple[OpSpec, ...] = (
-    OpSpec(
-        "activation",
-        (
-            *("bias_gelu", "bias_gelu_backward", "bias_silu", "bias_silu_backward"),
-            *("swiglu", "swiglu_backward", "geglu", "geglu_backward", "gated_backward_"),
-        ),
-    ),
-    OpSpec("adagrad", ("adagrad_",), least_capability=_LISTS),
-    OpSpec("adam", ("adam_", "adam_copy_"), least_capability=_LISTS),
-    OpSpec("adam8bit", ("adam8bit_",), least_capability=_LISTS),
-    OpSpec("fp8", ("quantize_fp8", "quantize_fp8_scaled", "dequantize_fp8", "quantize_int8", "dequantize_int8")),
-    OpSpec("grad_norm", ("grad_norm", "clip_grads_"), least_capability=_LISTS),
-    OpSpec("lamb", ("lamb_", "lamb_moments_", "lamb_apply_"), least_capability=_LISTS),
-    OpSpec("lion", ("lion_",), least_capability=_LISTS),
-    OpSpec("attention", ("attention", "attention_backward"), hip=False, least_capability=(8, 0)),
-    OpSpec("quant", ("quantize", "dequantize")),
-    OpSpec("rope", ("rotary_embedding", "rotary_embedding_")),
-    OpSpec("softmax", ("scaled_masked_softmax", "causal_softmax", "softmax_backward")),
-    OpSpec("cross_entropy", ("cross_entropy", "cross_entropy_", "cross_entropy_backward", "scale_rows_")),
-    OpSpec(
-        "norm",
-        (
-            *(f"{name}{way}" for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm") for way in ("", "_plain", "_forward")),
-            *("rms_norm_quantized", "add_rms_norm_quantized"),
-        ),
-    ),
-    OpSpec("norm_backward", ("layer_norm_backward", "rms_norm_backward")),
+    OpSpec("activation"),
+    OpSpec("adagrad", least_capability=_LISTS),
+    OpSpec("adam", least_capability=_LISTS),
+    OpSpec("adam8bit", least_capability=_LISTS),
+    OpSpec("fp8"),
+    OpSpec("grad_norm", least_capability=_LISTS),
+    OpSpec("lamb", least_capability=_LISTS),
+    OpSpec("lion", least_capability=_LISTS),
+    OpSpec("attention", hip=False, least_capability=(8, 0)),
+    OpSpec("quant"),
+    OpSpec("rope"),
+    OpSpec("softmax"),
+    OpSpec("cross_entropy"),
+    OpSpec("norm"),
+    OpSpec("norm_backward"),
 )
 
 _projects: dict[str, Project] = {FLEXOPS.name: FLEXOPS}

@@ -238,7 +238,7 @@ class TextKernel(NamedTuple):
     @property
     def spec(self) -> OpSpec:
         """Where its artifacts are, and whose headers can have changed: flexops' own."""
-        return OpSpec(self.family, (), files=())
+        return OpSpec(self.family, files=())
 
     def name(self, architecture: str) -> str:
         return artifact_name(self.family, architecture, self._digest(self._reached()))

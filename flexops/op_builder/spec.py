@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,8 @@ from . import layout
 if TYPE_CHECKING:
     from ..compute_capability import ComputeCapability
     from .schema import Signature
+
+_REGISTERED = re.compile(r'FLEXOPS_IMPL\(\s*\w+,\s*"(\w+)')
 
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
@@ -66,7 +69,6 @@ class OpSpec:
 
     Attributes:
         family: the folder's name.
-        ops: the torch operators (without their namespace) that its libraries implement.
         project: whose it is.
         isa_levels: the ISA levels of the CPU sources.
         files: what the folder has, if it is not to be read.
@@ -76,7 +78,6 @@ class OpSpec:
     """
 
     family: str
-    ops: tuple[str, ...]
     project: Project = FLEXOPS
     isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
     files: tuple[str, ...] | None = None
@@ -116,6 +117,17 @@ class OpSpec:
             return tuple(sorted(path.name for path in (self.project.csrc / self.family).iterdir()))
         except OSError:
             return ()
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
+        if not self.binding:
+            return tuple(signature.schema.name for signature in self.signatures)
+        try:
+            text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
+        except OSError:
+            return ()
+        return tuple(dict.fromkeys(_REGISTERED.findall(text)))
 
     @property
     def cpu_sources(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def test_another_projects_kernels_and_what_an_edit_changed_there(tmp_path: Path,
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "as it was"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     signatures = (declare("scale(Tensor x, float factor) -> Tensor"),)
-    spec = OpSpec("scale", ("scale",), project=Project("mylib", tmp_path / "mylib"), signatures=signatures)
+    spec = OpSpec("scale", project=Project("mylib", tmp_path / "mylib"), signatures=signatures)
     monkeypatch.setattr(catalog, "select", lambda _: (spec,))
     found = json.loads(run("inspect", "mylib", "--arch", "9.0", "--json"))
     assert [(one["family"], one["spill_stores"]) for one in found] == 3 * [("mylib.scale", 0)]  # for float, bfloat16 and float16

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,9 +23,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
+import flexops.optim
 from flexops import settings
 from flexops.errors import NativeUnavailableError
-from flexops.op_builder import loader
+from flexops.op_builder import catalog, loader
 from flexops.ops import _register
 
 
@@ -130,7 +133,25 @@ print(json.dumps([test_register.messages(), [op.backend for op in flexops.status
     assert found == messages()
 
 
+OPTIMIZERS = {name for name, value in vars(flexops.optim).items() if getattr(value, "__module__", "").startswith("flexops.optim.")}
 FUNCTIONS = sorted(name for name, module in flexops._PUBLIC.items() if module.startswith("ops."))
+
+
+def test_type_checkers_see_what_is_public() -> None:
+    block = next(node for node in ast.parse(Path(flexops.__file__).read_text()).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module or alias.name for node in imports for alias in node.names} == flexops._PUBLIC
+
+
+def test_bindings_register_what_is_defined() -> None:
+    defined = {spec.name: {op._schema.name.partition("::")[2] for op in _register._families[spec.name]} for spec in catalog.CATALOG}
+    assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
+
+
+def test_the_page_of_operators_has_them_all() -> None:
+    table = (Path(__file__).parents[2] / "docs/operators.md").read_text().partition("| --- | --- |\n")[2].partition("\n\n")[0]
+    told = {name.removeprefix("flexops.optim.") for name in re.findall(r"`([\w.]+)`", table)}
+    assert told == {name for name in FUNCTIONS if inspect.isroutine(getattr(flexops, name))} | OPTIMIZERS
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "QuantizedTensor"])

@@ -546,5 +546,5 @@ def test_an_op_without_kernels_for_a_device_lacks_nothing_there(monkeypatch: pyt
     from flexops.op_builder import catalog
     from flexops.op_builder.spec import OpSpec
 
-    monkeypatch.setattr(catalog, "CATALOG", (OpSpec("both", ("x",), files=("x_cpu.cpp", "x_cuda.cpp")), OpSpec("gpu-only", ("y",), files=("y_cuda.cpp",))))
+    monkeypatch.setattr(catalog, "CATALOG", (OpSpec("both", files=("x_cpu.cpp", "x_cuda.cpp")), OpSpec("gpu-only", files=("y_cuda.cpp",))))
     assert (judgement._ops("cpu"), judgement._ops("cuda"), judgement._ops()) == (("both",), ("both", "gpu-only"), ("both", "gpu-only"))
