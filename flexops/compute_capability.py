@@ -105,6 +105,11 @@ class Architecture(NamedTuple):
             return self.capability.compute
         return f"{self.capability}+PTX" if self.ptx else str(self.capability)
 
+    @property
+    def code(self) -> str:
+        """Of one or the other, as compilers spell it: ``sm_90a`` or ``compute_90``."""
+        return self.capability.sm if self.sass else self.capability.compute
+
 
 Native = Callable[[], Sequence[ComputeCapability]]
 

@@ -117,7 +117,7 @@ def be_one_process(with_torch: bool) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]
     from flexops import settings
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import counters, device_code, layout, loader
+    from flexops.op_builder import counters, device_code, kernel_plan, layout, loader
     from flexops.toolchain import nvrtc
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs
@@ -126,7 +126,7 @@ def be_one_process(with_torch: bool) -> None:
     cache, architecture = loader.open_cache(settings.current()), parse_arch_list("9.0")[0]
     started = time.monotonic()
     for name in TYPES:
-        plan = device_code.TextKernel("fill", SOURCE, f"fill<{name}>", layout.csrc_root()).plan(architecture, compiler)
+        plan = kernel_plan.TextKernel("fill", SOURCE, f"fill<{name}>", layout.csrc_root()).plan(architecture, compiler)
         device_code.obtain([plan], cache)[0].require()
     print(json.dumps({"seconds": time.monotonic() - started, "counters": counters.cache_stats()}))
 
@@ -237,7 +237,7 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
     os.environ.update(store.environment())
     sys.modules["torch"] = None  # type: ignore[assignment]
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import device_code, remote
+    from flexops.op_builder import device_code, kernel_compiler, kernel_plan, remote
     from flexops.op_builder.cache import BuildCache
     from flexops.toolchain.model import Version
     from flexops.toolchain.nvrtc import DeviceCompiler
@@ -245,16 +245,16 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
     compiler, architecture = DeviceCompiler("nvrtc", Path("/none"), Version((13, 0)), "simulated"), parse_arch_list("9.0")[0]
     names = [f"simulated{number}" for number in range(kernels)]
     keys = {name: hashlib.sha1(name.encode()).hexdigest() for name in names}
-    plans = [device_code.KernelPlan(name, keys[name], name, "", architecture, compiler, (), {}) for name in names]
+    plans = [kernel_plan.KernelPlan(name, keys[name], name, "", architecture, compiler, (), {}) for name in names]
     compiled, seconds, failed = [], [], []
 
-    def nap(_self: Any, plan: Any, output: Path, _limit: float) -> tuple[str, str]:
+    def nap(_self: Any, plan: Any, output: Path, _limit: float) -> tuple[str, dict[str, int]]:
         time.sleep(COMPILE_SECONDS)
         output.write_bytes(hashlib.shake_256(plan.name.encode()).digest(KERNEL_BYTES))
         compiled.append(plan.name)
-        return plan.name, ""
+        return plan.name, {}
 
-    device_code._Worker.compile = nap  # type: ignore[method-assign]
+    kernel_compiler.Worker.compile = nap  # type: ignore[method-assign]
     remote._Worker = InProcess  # type: ignore[assignment, misc]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         gate = threading.Barrier(count + 1)

@@ -38,7 +38,7 @@ def _compile_one(family: str, architecture: str) -> None:
     """The first of the kernels that a library names, as its first launch on such a GPU would have it."""
     from flexops import settings
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import builder, catalog, device_code, loader, provider
+    from flexops.op_builder import builder, catalog, device_code, kernel_names, loader, provider
 
     (spec,) = catalog.select((family,))
     chosen = settings.current()
@@ -46,7 +46,7 @@ def _compile_one(family: str, architecture: str) -> None:
     cache = loader.open_cache(chosen)
     (built,) = builder.obtain([loader.local_plan(spec, "cuda", chosen)], cache)  # which loading it left there
     compiler = provider.compiler_for(chosen, (wanted.capability,)).compiler
-    kernel = provider.plan_kernel(spec, device_code.names_in(built.require().library)[0], wanted, compiler)
+    kernel = provider.plan_kernel(spec, kernel_names.names_in(built.require().library)[0], wanted, compiler)
     (result,) = device_code.obtain([kernel], cache)
     assert not result.cached
     result.require()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .. import toolchain
 from ..compute_capability import Architecture
 from ..errors import FlexopsError
-from ..op_builder import builder, device_code, layout, loader
+from ..op_builder import builder, device_code, kernel_names, kernel_plan, layout, loader
 from ..op_builder.plan import plan_op
 from ..op_builder.spec import OpSpec
 from ..settings import Settings
@@ -75,12 +75,12 @@ def measure(
     cache, tools, resources = loader.open_cache(chosen), toolchain.discover(chosen, device="cpu"), toolchain.resources.detect()
     libraries = builder.obtain([plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs) for spec in specs], cache)
     plans = [
-        (spec.name, name, device_code.plan_kernel(spec.name, spec.cuda_sources, name, fit, compiler, csrc, roots=spec.project.roots(csrc)))
+        (spec.name, name, kernel_plan.plan_kernel(spec.name, spec.cuda_sources, name, fit, compiler, csrc, roots=spec.project.roots(csrc)))
         for spec, library in zip(specs, libraries, strict=True)
-        for name in device_code.names_in(library.require().library)
+        for name in kernel_names.names_in(library.require().library)
         if kernel in name
         for one in architectures
-        if spec.runs_on(one.capability) and (fit := device_code.fitted(name, one._replace(ptx=False)))
+        if spec.runs_on(one.capability) and (fit := kernel_names.fitted(name, one._replace(ptx=False)))
     ]
     jobs = device_code.choose_jobs(resources, chosen.max_jobs)
     results = device_code.obtain([plan for _, _, plan in plans], cache, jobs=jobs, time_limit=chosen.compile_timeout, progress=progress)

@@ -17,7 +17,7 @@ import torch
 
 from .. import _torch, settings
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
-from ..op_builder import device_code, layout, loader, provider
+from ..op_builder import device_code, kernel_names, kernel_plan, layout, loader, provider
 from . import binding, launch
 from .binding import Argument, Options, Schema
 from .signature import CPP_TYPES, Signature, kernels
@@ -229,17 +229,17 @@ class _Code:
     def _no_type(self, name: str, dtype: str) -> NoReturn:
         raise TypeError(f"{self.schema.name}: {dtype} has no type in C++ that {name} could be: template={{{name!r}: ...}} names one")
 
-    def text_kernel(self, expression: str) -> device_code.TextKernel:
+    def text_kernel(self, expression: str) -> kernel_plan.TextKernel:
         first = _FP8 if "flexops::e" in expression else ""
         text = f'{_PRELUDE}{first}#line 1 "{self.schema.name}.cu"\n{self.source}\n'
-        return device_code.TextKernel(self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags)
+        return kernel_plan.TextKernel(self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags)
 
     def compiled(self, expression: str, arch: str | None) -> list[Any]:
         from .. import toolchain
 
         chosen = settings.current()
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list)
-        plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in device_code.single(choice.architectures)]
+        plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in kernel_names.single(choice.architectures)]
         try:
             return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]
         except CompileError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import distribution, toolchain
 from ..errors import CacheError, ToolchainError
 from ..settings import Settings
-from . import builder, catalog, device_code, layout, loader, plan, provider
+from . import builder, catalog, device_code, kernel_names, kernel_plan, layout, loader, plan, provider
 from .builder import Result
 from .cache import Entry
 from .compiler import Progress
@@ -75,13 +75,13 @@ def _with_kernels(
     pairs: Sequence[tuple[OpSpec, DeviceType]], results: list[Result], choice: provider.Choice, chosen: Settings, rare: bool, progress: Progress | None
 ) -> list[Result]:
     """The results with the kernels that their libraries name; a kernel that fails fails its library."""
-    plans: dict[int, list[device_code.KernelPlan]] = {}
+    plans: dict[int, list[kernel_plan.KernelPlan]] = {}
     for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
         if device == "cuda" and result.entry:
-            names, others = device_code.names_in(result.entry.library), device_code.rare_names_in(result.entry.library)
-            each = [one for one in device_code.single(choice.architectures) if spec.runs_on(one.capability)]
-            every = [(name, one) for one in each for name in (*names, *others) if device_code.fitted(name, one)]
-            wanted = every if rare else [(name, one) for one in each for name in device_code.ahead(names, one)]
+            names, others = kernel_names.names_in(result.entry.library), kernel_names.rare_names_in(result.entry.library)
+            each = [one for one in kernel_names.single(choice.architectures) if spec.runs_on(one.capability)]
+            every = [(name, one) for one in each for name in (*names, *others) if kernel_names.fitted(name, one)]
+            wanted = every if rare else [(name, one) for one in each for name in kernel_names.ahead(names, one)]
             plans[number] = [provider.plan_kernel(spec, name, one, choice.compiler) for name, one in wanted]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
     together = [plan for own in plans.values() for plan in own]

@@ -1,4 +1,4 @@
-"""A child process that compiles with NVRTC: a crash, a hang or a lack of memory is then its own. Run as a script, by ``device_code``.
+"""A child process that compiles with NVRTC: a crash, a hang or a lack of memory is then its own. Run as a script, by ``kernel_compiler``.
 
     python -I -S nvrtc_worker.py LIBNVRTC BUILTINS
 

@@ -17,7 +17,7 @@ from .. import _fork, settings, toolchain
 from ..compute_capability import Architecture, ComputeCapability
 from ..errors import CompileError, FlexopsError, NativeUnavailableError
 from ..toolchain.model import Version
-from . import counters, device_code, layout, loader, provider_texts, record
+from . import counters, kernel_names, kernel_plan, layout, loader, provider_texts, record
 from .cache import Entry, read_entry
 from .cache_key import Digests
 from .manifest import Refusal
@@ -43,9 +43,9 @@ class FamilyKernel(NamedTuple):
     text: str = ""  # that its code is compiled with besides
 
     def name(self, architecture: str) -> str:
-        return device_code.artifact_name(self.spec.name, architecture, self.text + self.expression)
+        return kernel_names.artifact_name(self.spec.name, architecture, self.text + self.expression)
 
-    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> device_code.KernelPlan:
+    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> kernel_plan.KernelPlan:
         return plan_kernel(self.spec, self.expression, architecture, compiler, self.text)
 
     def apart(self, files: Digests) -> Refusal | None:
@@ -56,7 +56,7 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-AnyKernel = FamilyKernel | device_code.TextKernel
+AnyKernel = FamilyKernel | kernel_plan.TextKernel
 
 
 class Driver:
@@ -138,21 +138,21 @@ def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) 
 def _called(spec: OpSpec, name: bytes, made: tuple[tuple[str, str], ...]) -> FamilyKernel:
     """The kernel that a library asks for: its name, or ``<name>#<number of a text>``."""
     kernel, _, number = name.partition(b"#")
-    return FamilyKernel(spec, device_code.expression_of(kernel), made, provider_texts.of(int(number)) if number else "")
+    return FamilyKernel(spec, kernel_names.expression_of(kernel), made, provider_texts.of(int(number)) if number else "")
 
 
 def incomplete(
     library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = (), *, some: bool = False
 ) -> Refusal | None:
     """None if every kernel of a library that is built ahead of time (``some``: at least one) is there for every GPU here; else how many are not."""
-    names = device_code.names_in(library)
-    return _lacking(lambda one: device_code.ahead(names, one), spec, capabilities, made, some=some)
+    names = kernel_names.names_in(library)
+    return _lacking(lambda one: kernel_names.ahead(names, one), spec, capabilities, made, some=some)
 
 
 def lacks_rare(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = ()) -> bool:
     """Whether any of its kernels, those that few calls launch included, is not compiled for a GPU here."""
-    names = (*device_code.names_in(library), *device_code.rare_names_in(library))
-    return _lacking(lambda one: [name for name in names if device_code.fitted(name, one)], spec, capabilities, made) is not None
+    names = (*kernel_names.names_in(library), *kernel_names.rare_names_in(library))
+    return _lacking(lambda one: [name for name in names if kernel_names.fitted(name, one)], spec, capabilities, made) is not None
 
 
 def _lacking(
@@ -246,6 +246,8 @@ def _ready(
 
 
 def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+    from . import device_code  # a start that compiles nothing does without
+
     chosen = settings.current()
     try:
         plan, notes = _plan(kernel, capability)
@@ -253,14 +255,14 @@ def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[R
             logging.getLogger("flexops").warning("%s", note)
         yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
     except FlexopsError as error:
-        if isinstance(error, CompileError) and isinstance(kernel, device_code.TextKernel):
+        if isinstance(error, CompileError) and isinstance(kernel, kernel_plan.TextKernel):
             raise
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
 
 
-def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler, text: str = "") -> device_code.KernelPlan:
+def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler, text: str = "") -> kernel_plan.KernelPlan:
     csrc = layout.csrc_root()
-    return device_code.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc), text=text)
+    return kernel_plan.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc), text=text)
 
 
 def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
@@ -275,7 +277,7 @@ def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
     return cache.fetch_key(plan.name, plan.key)
 
 
-def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[device_code.KernelPlan, tuple[str, ...]]:
+def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[kernel_plan.KernelPlan, tuple[str, ...]]:
     choice = compiler_for(settings.current(), (capability,))
     plan = kernel.plan(choice.architectures[0], choice.compiler)
     if refusal := _apart(kernel, plan.files):

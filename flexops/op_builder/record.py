@@ -53,7 +53,7 @@ def library(family: str, device: str) -> None:
 
 def kernel(launched: AnyKernel, capability: ComputeCapability) -> None:
     """A kernel was made ready for a GPU."""
-    from .device_code import TextKernel
+    from .kernel_plan import TextKernel
 
     if settings.current().record is None:
         return

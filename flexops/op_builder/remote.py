@@ -280,7 +280,7 @@ class _Worker:
         """Raises ``TimeoutError``, or ``BrokenPipeError`` if it has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        from .device_code import read_line
+        from .kernel_compiler import read_line
 
         try:
             self.process.stdin.write(json.dumps(asked).encode() + b"\n")

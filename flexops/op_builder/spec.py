@@ -136,7 +136,7 @@ class OpSpec:
 
     @property
     def cuda_sources(self) -> tuple[str, ...]:
-        """The launchers, relative to ``csrc``. Which kernels there are, the built library says (``device_code``)."""
+        """The launchers, relative to ``csrc``. Which kernels there are, the built library says (``kernel_names``)."""
         return self._ending("_cuda.cpp")
 
     def _ending(self, suffix: str) -> tuple[str, ...]:

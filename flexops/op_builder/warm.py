@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from .. import toolchain
 from ..errors import CacheError, FlexopsError
 from ..settings import Settings
-from . import aot, builder, cache_archive, catalog, device_code, layout, loader, provider, remote
+from . import aot, builder, cache_archive, catalog, device_code, kernel_names, kernel_plan, layout, loader, provider, remote
 from .cache import Entry
 from .compiler import Progress
 from .manifest import is_plain
@@ -69,11 +69,11 @@ def _kernels(wanted: Record, chosen: Settings, arch_list: str | None, progress: 
     csrc = layout.csrc_root()
     kernels: list[provider.AnyKernel] = [provider.FamilyKernel(catalog.find(family), expression) for family, expression in wanted.kernels]
     for one in wanted.texts:
-        kernels.append(device_code.TextKernel(one["family"], one["text"], one["kernel"], csrc, tuple(one["include"]), tuple(one["options"])))
+        kernels.append(kernel_plan.TextKernel(one["family"], one["text"], one["kernel"], csrc, tuple(one["include"]), tuple(one["options"])))
     plans = {}
-    for architecture in device_code.single(choice.architectures):
+    for architecture in kernel_names.single(choice.architectures):
         for kernel in kernels:
-            if device_code.fitted(kernel.expression, architecture):
+            if kernel_names.fitted(kernel.expression, architecture):
                 plan = kernel.plan(architecture, choice.compiler)
                 plans[plan.name, plan.key] = plan
     jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)

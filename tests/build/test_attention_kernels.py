@@ -12,7 +12,7 @@ import torch
 
 from flexops import settings, toolchain
 from flexops.compute_capability import parse_arch_list
-from flexops.op_builder import builder, catalog, device_code, layout, loader, provider, provider_texts
+from flexops.op_builder import builder, catalog, device_code, kernel_names, kernel_plan, layout, loader, provider, provider_texts
 from flexops.op_builder.cache import BuildCache
 from flexops.ops.attention import ScoreMod
 from flexops.toolchain import nvrtc
@@ -33,7 +33,7 @@ def test_a_sample_of_the_rare_ones_compiles(library: Path, version: tuple[int, i
     found = {(one.value.version.major, one.value.version.minor): one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
     require(version in found, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
     one = parse_arch_list(architecture)[0]
-    names = [name for name in device_code.rare_names_in(library)[start::25] if device_code.fitted(name, one)]
+    names = [name for name in kernel_names.rare_names_in(library)[start::25] if kernel_names.fitted(name, one)]
     assert len(names) > 3
     plans = [provider.plan_kernel(SPEC, name, one, found[version]) for name in names]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
@@ -50,7 +50,7 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
     tables = {"bias": torch.ones(4, 79), "document": torch.arange(40), "keep": torch.ones(40, dtype=torch.bool)}
     score_mod = ScoreMod("max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf", **tables)
     one = parse_arch_list(architecture)[0]
-    kernels = {name.partition("<")[0]: name for name in device_code.rare_names_in(library) if name.endswith("Defined>") and device_code.fitted(name, one)}
+    kernels = {name.partition("<")[0]: name for name in kernel_names.rare_names_in(library) if name.endswith("Defined>") and kernel_names.fitted(name, one)}
     if architecture == "8.0":
         kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
     assert len(kernels) == (3 if architecture == "8.0" else 6)
@@ -61,7 +61,7 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
 
 
 def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -> None:
-    ahead, rare = device_code.names_in(library), device_code.rare_names_in(library)
+    ahead, rare = kernel_names.names_in(library), kernel_names.rare_names_in(library)
     assert not set(ahead) & set(rare)
     assert all(name.endswith("Plain>") for name in ahead if not re.search("_before|_after|_combine", name))
     tilings = [name for name in ahead if name.endswith("Plain>")]
@@ -71,20 +71,20 @@ def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -
 
 def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
     ampere, hopper, ptx = parse_arch_list("8.9")[0], parse_arch_list("9.0")[0], parse_arch_list("9.0+PTX")[0]._replace(sass=False)
-    for name in (*device_code.names_in(library), *device_code.rare_names_in(library)):
+    for name in (*kernel_names.names_in(library), *kernel_names.rare_names_in(library)):
         kernel = name.partition("<")[0].rpartition("::")[2]
-        header = device_code._defining_header(tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),))
+        header = kernel_plan.defining_header(tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),))
         own = "common/hopper.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
-        assert [device_code.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [own, False, own]
-        assert str(device_code.fitted(name, hopper)) == ("9.0a" if own else "9.0")
+        assert [kernel_names.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [own, False, own]
+        assert str(kernel_names.fitted(name, hopper)) == ("9.0a" if own else "9.0")
 
 
 def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library: Path) -> None:
-    names = device_code.names_in(library)
+    names = kernel_names.names_in(library)
     ampere, hopper, ptx = parse_arch_list("8.9")[0], parse_arch_list("9.0")[0], parse_arch_list("9.0+PTX")[0]._replace(sass=False)
     for one in (ampere, ptx):
-        assert device_code.ahead(names, one) == [name for name in names if "_hopper<" not in name]
-    kept = device_code.ahead(names, hopper)
+        assert kernel_names.ahead(names, one) == [name for name in names if "_hopper<" not in name]
+    kept = kernel_names.ahead(names, hopper)
     assert {name for name in names if "_hopper<" in name} < set(kept) < set(names)
     assert not any(re.search(r"::(forward|backward)<", name) for name in kept), "all of their tilings are Hopper's own there"
 

@@ -20,7 +20,7 @@ import pytest
 from flexops import settings, toolchain
 from flexops.compute_capability import Architecture, ComputeCapability, parse_arch_list
 from flexops.errors import CompileError, ToolchainError
-from flexops.op_builder import catalog, device_code, layout, loader, provider
+from flexops.op_builder import catalog, device_code, kernel_compiler, kernel_names, kernel_plan, layout, loader, provider
 from flexops.op_builder.cache import BuildCache
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
@@ -61,8 +61,8 @@ def build_without_kernels() -> dict[str, Any]:
     return dict(zip(SPECS, builder.obtain(plans, loader.open_cache(chosen)), strict=True))
 
 
-def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope") -> device_code.KernelPlan:
-    return device_code.plan_kernel(family, SPECS[family].cuda_sources, expression, parse_arch_list(architecture)[0], compiler, CSRC)
+def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope") -> kernel_plan.KernelPlan:
+    return kernel_plan.plan_kernel(family, SPECS[family].cuda_sources, expression, parse_arch_list(architecture)[0], compiler, CSRC)
 
 
 ROTATE = "flexops::rope::rotate<float>"
@@ -74,10 +74,10 @@ def test_every_kernel_that_a_library_names_compiles(
     family: str, version: tuple[int, int], architecture: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
 ) -> None:
     require(version in compilers, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
-    names = device_code.names_in(libraries[family])
+    names = kernel_names.names_in(libraries[family])
     assert names
     if family != "attention":  # of whose rare ones test_attention_kernels.py takes a sample
-        names += device_code.rare_names_in(libraries[family])
+        names += kernel_names.rare_names_in(libraries[family])
     elif version == OLDEST:
         names = [name for name in names if "bf16" in name]  # they take a minute, and float16's are the same but for the name of a type
     wanted = parse_arch_list(architecture)[0]
@@ -87,7 +87,7 @@ def test_every_kernel_that_a_library_names_compiles(
 
 
 def compile_all(family: str, names: list[str], wanted: Architecture, compiler: DeviceCompiler) -> None:
-    plans = [plan(name, compiler, str(wanted), family) for name in names if device_code.fitted(name, wanted)]
+    plans = [plan(name, compiler, str(wanted), family) for name in names if kernel_names.fitted(name, wanted)]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, loader.open_cache(settings.current()), jobs=jobs, time_limit=120):
         entry = result.require()
@@ -109,7 +109,7 @@ def test_gpus_that_newer_toolkits_have_forgotten(
     require(OLDEST in compilers, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
     for wanted in parse_arch_list("6.0;6.1;7.0"):
         if SPECS[family].runs_on(wanted.capability):
-            compile_all(family, device_code.names_in(libraries[family]), wanted, compilers[OLDEST])
+            compile_all(family, kernel_names.names_in(libraries[family]), wanted, compilers[OLDEST])
 
 
 def test_which_families_older_gpus_run() -> None:
@@ -120,7 +120,7 @@ def test_which_families_older_gpus_run() -> None:
 
 def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
     """What headers define as kernels, launchers launch; and the other way round the compiler sees to it."""
-    named = (device_code.names_in, device_code.rare_names_in)
+    named = (kernel_names.names_in, kernel_names.rare_names_in)
     launched = {re.sub(r"<.*", "", name) for library in libraries.values() for names in named for name in names(library)}
     defined = set()
     for header in CSRC.glob("*/*.cuh"):
@@ -144,12 +144,12 @@ def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(librari
 def test_the_names_of_clang_are_read_as_well() -> None:
     gcc = b"constexpr const char* flexops::detail::kernel_name() [with auto function = flexops::rope::rotate<float>]\0"
     clang = b"N7flexops6detail6NameOfIXadL_ZNS_4rope6rotateIfEEvNS2_6ParamsEEEEE"
-    assert {device_code.expression_of(name) for name in (gcc, clang)} == {ROTATE}
+    assert {kernel_names.expression_of(name) for name in (gcc, clang)} == {ROTATE}
     others = {
         b"N7flexops6detail6NameOfIXadL_ZNS_4norm13forward_shortENS2_7ForwardEEEEE": "flexops::norm::forward_short",
         b"N7flexops6detail6NameOfIXadL_ZNS_9grad_norm11norm_kernelILb1EEEvNS_5multi6LaunchINS2_8NormRuleIXT_EEEEEEEEE": "flexops::grad_norm::norm_kernel<true>",
     }
-    assert {name: device_code.expression_of(name) for name in others} == others
+    assert {name: kernel_names.expression_of(name) for name in others} == others
 
 
 def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCompiler) -> None:
@@ -182,7 +182,7 @@ def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path: Path, compiler:
     choice = toolchain.architectures.resolve(None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules())
     assert str(choice.architectures[0]).startswith("compute_")
     assert "newer than" in choice.notes[0]
-    one = device_code.plan_kernel("rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC)
+    one = kernel_plan.plan_kernel("rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC)
     entry = device_code.obtain([one], BuildCache(tmp_path))[0].require()
     assert f".entry {entry.manifest.symbol}" in entry.library.read_text()
 
@@ -205,8 +205,8 @@ def csrc_with(folder: Path, body: str) -> Path:
     return folder
 
 
-def odd_plan(csrc: Path, compiler: DeviceCompiler, architecture: str = "9.0") -> device_code.KernelPlan:
-    return device_code.plan_kernel("odd", ("odd/odd_cuda.cpp",), "odd::kernel", parse_arch_list(architecture)[0], compiler, csrc)
+def odd_plan(csrc: Path, compiler: DeviceCompiler, architecture: str = "9.0") -> kernel_plan.KernelPlan:
+    return kernel_plan.plan_kernel("odd", ("odd/odd_cuda.cpp",), "odd::kernel", parse_arch_list(architecture)[0], compiler, csrc)
 
 
 def failure(result: device_code.KernelResult) -> str:
@@ -231,11 +231,11 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Pa
     ends = {"time.sleep(60)": "not done after 1 s", "os.kill(os.getpid(), 9)": "signal 9", "os._exit(3)": "status 3"}
     for end, said in ends.items():
         worker.write_text(f"import os, time; {end}")
-        original, device_code._WORKER = device_code._WORKER, worker
+        original, kernel_compiler._WORKER = kernel_compiler._WORKER, worker
         try:
             result = device_code.obtain([one], cache, time_limit=1)[0]
         finally:
-            device_code._WORKER = original
+            kernel_compiler._WORKER = original
         assert said in failure(result)
         assert "odd::kernel" in failure(result)
     assert device_code.obtain([one], cache, time_limit=60)[0].entry, "nothing is left of it"
@@ -309,11 +309,11 @@ def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompi
 def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, compiler: DeviceCompiler) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from flexops.op_builder import device_code, catalog, layout; from flexops.op_builder.cache import BuildCache\n"
+        "from pathlib import Path; from flexops.op_builder import catalog, device_code, kernel_plan, layout; from flexops.op_builder.cache import BuildCache\n"
         "from flexops.toolchain.nvrtc import DeviceCompiler; from flexops.toolchain.version import Version\n"
         "from flexops.compute_capability import parse_arch_list\n"
         f"compiler = DeviceCompiler('nvrtc', Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r}, Path({str(compiler.builtins)!r}))\n"
-        f"plan = device_code.plan_kernel('rope', catalog.find('rope').cuda_sources, {ROTATE!r}, parse_arch_list('9.0')[0], compiler, layout.csrc_root())\n"
+        f"plan = kernel_plan.plan_kernel('rope', catalog.find('rope').cuda_sources, {ROTATE!r}, parse_arch_list('9.0')[0], compiler, layout.csrc_root())\n"
         f"print(device_code.obtain([plan], BuildCache(Path({str(tmp_path)!r})))[0].cached)\n"
     )
     from builds import child_environment
@@ -334,13 +334,13 @@ def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: Device
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    original, device_code._WORKER = device_code._WORKER, worker
+    original, kernel_compiler._WORKER = kernel_compiler._WORKER, worker
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=2)
     finally:
-        device_code._WORKER = original
+        kernel_compiler._WORKER = original
     time.sleep(0.3)
     for pid in (tmp_path / "pid").read_text().split():
         with pytest.raises(ProcessLookupError):

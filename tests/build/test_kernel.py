@@ -17,7 +17,7 @@ from torch import Tensor
 import flexops
 from flexops import _torch, settings
 from flexops.errors import CompileError, NativeUnavailableError
-from flexops.op_builder import device_code, provider
+from flexops.op_builder import device_code, kernel_compiler, provider
 from flexops.op_builder.loader import FallbackWarning
 
 SCALE = """
@@ -375,7 +375,7 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(driver: FakeDriver, caplog: pyte
 def test_a_hanging_compiler_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(device_code, "_WORKER", worker)
+    monkeypatch.setattr(kernel_compiler, "_WORKER", worker)
     monkeypatch.setenv("FLEXOPS_COMPILE_TIMEOUT", "1")
     settings.current.cache_clear()
     with pytest.raises(CompileError, match="not done after 1 s"):

@@ -17,7 +17,7 @@ import pytest
 from builds import REPOSITORY, child_environment
 
 from flexops.errors import CompileError
-from flexops.op_builder import device_code
+from flexops.op_builder import kernel_names
 from flexops.op_builder import manifest as manifests
 from flexops.op_builder.cache import read_entry
 from flexops.op_builder.manifest import judge
@@ -194,8 +194,8 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     assert entry is not None
     assert judge(entry.manifest, torch) is None
     assert entry.manifest.architectures == ("8.0", "9.0")
-    names = device_code.names_in(entry.library)
-    code = [read_entry(tmp_path / "out" / device_code.artifact_name("quant", architecture, name))[0] for architecture in ("sm_80", "sm_90") for name in names]
+    names = kernel_names.names_in(entry.library)
+    code = [read_entry(tmp_path / "out" / kernel_names.artifact_name("quant", architecture, name))[0] for architecture in ("sm_80", "sm_90") for name in names]
     assert len(names) > 10
     assert [one.manifest.kernel if one else None for one in code] == 2 * names
     assert all(one and one.library.read_bytes()[:4] == b"\x7fELF" and one.manifest.symbol.encode() in one.library.read_bytes() for one in code)

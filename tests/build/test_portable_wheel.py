@@ -15,7 +15,7 @@ import pytest
 from builds import REPOSITORY, child_environment
 
 from flexops import settings
-from flexops.op_builder import aot, catalog, device_code, manifest
+from flexops.op_builder import aot, catalog, kernel_names, manifest
 from flexops.toolchain import zig
 from flexops.toolchain.model import TorchBuild, Version
 
@@ -66,7 +66,7 @@ def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "params[0] must be float32, bfloat16 or float16, got int32" in done.stdout
-    names = device_code.names_in(built["cuda"])
+    names = kernel_names.names_in(built["cuda"])
     assert any(name.startswith("flexops::lion::") for name in names), "it names the kernels that it launches"
 
 

@@ -459,7 +459,7 @@ def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compil
 
 def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import catalog, device_code, layout
+    from flexops.op_builder import catalog, device_code, kernel_plan, layout
     from flexops.toolchain import nvrtc
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs
@@ -468,7 +468,7 @@ def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     require(usable, "NVRTC", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
     rope = catalog.find("rope")
     architecture, sources = parse_arch_list("9.0")[0], rope.cuda_sources
-    plan = device_code.plan_kernel("rope", sources, "flexops::rope::rotate<float>", architecture, usable[0].value, layout.csrc_root())
+    plan = kernel_plan.plan_kernel("rope", sources, "flexops::rope::rotate<float>", architecture, usable[0].value, layout.csrc_root())
     url = f"file://{tmp_path}/store"
     made = [device_code.obtain([plan], BuildCache(tmp_path / name, remote=opened(url)))[0] for name in ("first", "second")]
     assert [result.cached for result in made] == [False, True]

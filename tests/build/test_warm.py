@@ -20,7 +20,7 @@ from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
-from flexops.op_builder import aot, cache_archive, catalog, counters, device_code, layout, loader, provider, record, warm
+from flexops.op_builder import aot, cache_archive, catalog, counters, kernel_plan, layout, loader, provider, record, warm
 from flexops.op_builder.cache import BuildCache
 from flexops.op_builder.remote import Object
 from flexops.patching import patterns
@@ -118,7 +118,7 @@ def test_kernels_for_architectures_that_are_elsewhere(tmp_path: Path, cache_dir:
 def test_somebodys_own_kernel(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))
     settings.current.cache_clear()
-    kernel = device_code.TextKernel("kernel-scale", OWN, "scale<float>", layout.csrc_root())
+    kernel = kernel_plan.TextKernel("kernel-scale", OWN, "scale<float>", layout.csrc_root())
     record.kernel(kernel, ComputeCapability(9, 0))
     record.kernel(kernel, ComputeCapability(9, 0))
     assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 1

@@ -156,7 +156,7 @@ def _open_files() -> frozenset[str] | None:
 
 def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
     """The libraries there are for each op and device type: compiled at install, and in the cache; each judged as the loader would."""
-    from ...op_builder import catalog, device_code, layout, loader
+    from ...op_builder import catalog, device_code, kernel_names, layout, loader
     from ...op_builder.cache import read_entry
     from ...op_builder.manifest import judge
 
@@ -176,7 +176,7 @@ def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
                 refusal = judge(cached.manifest, found.torch)
                 own = [cached.manifest]
                 if device == "cuda" and not found.torch.hip:  # its kernels are entries of their own
-                    kept = device_code.kept_for(cached_ones, spec.name, device_code.names_in(cached.library))
+                    kept = device_code.kept_for(cached_ones, spec.name, kernel_names.names_in(cached.library))
                     own = [replace(cached.manifest, cuda_version=version, architectures=tuple(names)) for version, names in kept.items()] or own
                 facts += [_library(spec.name, device, "cache", manifest, refusal) for manifest in own]
     return tuple(facts)
