@@ -255,7 +255,7 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
         return plan.name, {}
 
     kernel_compiler.Worker.compile = nap  # type: ignore[method-assign]
-    remote._Worker = InProcess  # type: ignore[assignment, misc]
+    remote._worker = InProcess  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         gate = threading.Barrier(count + 1)
 

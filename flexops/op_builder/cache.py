@@ -401,18 +401,25 @@ class BuildCache:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside it, which takes its place when the block has written it: whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(temporary, 0o644)
+        yield Path(temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o644)
 
 
 def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import itertools
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from .. import _fork, toolchain, trust
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import Settings
-from .cache import Entry
+from .cache import Entry, replacing
 from .entry import cannot_run
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from .loader import open_cache
@@ -284,26 +285,15 @@ def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
         for item in entry.directory.iterdir():
             if item.is_file() and item != entry.library:
                 _copy(item, directory / item.name)
-        _copy(entry.library, target)
+        _copy(entry.library, target)  # a library that a process has open must not change under it
     except OSError as error:
         raise CacheError("build_directory cannot be written", found=f"{directory}: {error.strerror}", fix="name another one, or none") from error
     return target
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Replace a file whole: a library that a process has open must not change under it."""
-    import shutil
-    import tempfile
-
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
+    with replacing(target) as temporary:
         shutil.copy2(source, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _imported(name: str, path: Path) -> ModuleType:

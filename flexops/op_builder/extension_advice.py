@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from . import search
 from .extension_plan import Request
 from .includes import own_headers
 from .plan import BuildPlan
@@ -38,22 +39,9 @@ def split_device_code(plan: BuildPlan, request: Request, seconds: float) -> str:
 
 def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[str, str]]:
     """CUDA sources, with the header by which each reaches all of torch: its own include or one of the user's headers'."""
-    texts = dict(plan.texts)
-    for step in plan.steps:
-        source = step.inputs[0]
-        if step.kind != "device" or not (source in texts or os.path.isabs(source)):
-            continue
-        text = texts[source] if source in texts else _read(source)
-        folder = "" if source in texts else os.path.dirname(source)
-        for one in (text, *map(_read, own_headers(text, folder, request.include_dirs))):
+    for source in (step.inputs[0] for step in plan.steps if step.kind == "device"):
+        text, folder = search.text_of(plan, source)
+        for one in (text, *map(search.read, own_headers(text, folder, request.include_dirs))):
             if match := _WHOLE_TORCH.search(one):
                 yield source, match[1]
                 break
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""

@@ -108,16 +108,8 @@ def _hides(request: Request, tools: Toolchain, header: pch.PrecompiledHeader) ->
 
 def _users(plan: BuildPlan, request: Request) -> frozenset[str]:
     """The outputs of the steps whose source reaches torch/extension.h before anything that could change its meaning."""
-    texts = dict(plan.texts)
-    found = []
-    for step in plan.steps:
-        source = step.inputs[0]
-        if step.kind == "host" and (source in texts or os.path.isabs(source)):  # not what is yet to be translated to HIP
-            text = texts[source] if source in texts else _read(source)
-            folder = "" if source in texts else source.rpartition("/")[0]
-            if reaches_first(pch.HEADER, text, folder, request.include_dirs) == "reached":
-                found.append(step.output)
-    return frozenset(found)
+    compiles = {step.output: search.text_of(plan, step.inputs[0]) for step in plan.steps if step.kind == "host"}
+    return frozenset(output for output, source in compiles.items() if reaches_first(pch.HEADER, *source, request.include_dirs) == "reached")
 
 
 def _with_header(plan: BuildPlan, request: Request, header: pch.PrecompiledHeader) -> BuildPlan:
@@ -139,8 +131,3 @@ def _header_failed(result: Result) -> bool:
         return True
     commands_left_out = "\n".join(line for line in log.splitlines() if "-include" not in line)
     return _PCH_TROUBLE.search(commands_left_out) is not None
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        return stream.read()

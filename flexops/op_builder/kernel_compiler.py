@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import select
 import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from .. import _fork
 from ..errors import CompileError
+from .json_child import JsonChild
 from .kernel_plan import OPTIONS, KernelPlan
 
 if TYPE_CHECKING:
@@ -42,12 +37,15 @@ def resources_in(log: str, symbol: str) -> dict[str, int]:
 
 
 class Worker:
-    """A child that compiles kernels, one after the other."""
+    """Compiles kernels, one after the other."""
 
     def __init__(self, compiler: DeviceCompiler) -> None:
         self.compiler = compiler
-        self.alive = True
-        self.process: subprocess.Popen[bytes] | None = None
+        self._child: JsonChild | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._child is None or self._child.alive
 
     def compile(self, plan: KernelPlan, output: Path, time_limit: float) -> tuple[str, dict[str, int]]:
         """Write the plan's code to ``output``; returns the symbol under which the driver knows the kernel, and what it takes (``resources_in``).
@@ -60,40 +58,21 @@ class Worker:
         return answer["symbol"], resources_in(answer.get("log", ""), answer["symbol"])
 
     def stop(self) -> None:
-        self.alive = False
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-                if stream:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+        if self._child:
+            self._child.stop()
 
     def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
         options = [f"--gpu-architecture={plan.architecture.code}", *OPTIONS, *plan.options, *(f"-I{path}" for _, path in plan.roots)]
         job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
-        if self.process is None:
-            command = [sys.executable, "-I", "-S", str(_WORKER), str(self.compiler.path), str(self.compiler.builtins)]
-            with _fork.postponed():  # a child would hold the pipes open that Popen waits for
-                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        if self._child is None:
+            self._child = JsonChild(_WORKER, str(self.compiler.path), str(self.compiler.builtins))
         try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-            line = read_line(self.process.stdout, time_limit)
-        except BrokenPipeError:
-            line = b""
+            return self._child.ask(job, time_limit)
         except TimeoutError:
-            self.stop()
             raise _failed(plan, f"it was not done after {time_limit:.0f} s", "", fix="FLEXOPS_COMPILE_TIMEOUT=0 waits for ever") from None
-        if line:
-            answer: dict[str, str] = json.loads(line)
-            return answer
-        returncode = self.process.wait()
-        said = self.process.stderr.read().decode(errors="replace") if self.process.stderr else ""
-        self.stop()
-        return {"error": f"the compiler was ended by signal {-returncode}" if returncode < 0 else f"the compiler ended with status {returncode}", "log": said}
+        except BrokenPipeError:
+            status, said = self._child.end
+            return {"error": f"the compiler was ended by signal {-status}" if status < 0 else f"the compiler ended with status {status}", "log": said}
 
     def _nvcc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
         source = output.with_suffix(".cu")
@@ -116,21 +95,6 @@ class Worker:
         if process.returncode:
             return {"error": f"nvcc ended with status {process.returncode}", "log": said + errors}
         return {"symbol": _symbol_in(output), "log": said + errors}
-
-
-def read_line(stream: IO[bytes], time_limit: float) -> bytes:
-    """A line of a pipe that nothing else reads; raises ``TimeoutError``."""
-    deadline, line = time.monotonic() + time_limit if time_limit else None, b""
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([stream], [], [], 0.2 if deadline is None else max(0.0, min(0.2, deadline - time.monotonic())))
-        if ready:
-            piece = os.read(stream.fileno(), 1 << 16)
-            if not piece:
-                return b""
-            line += piece
-        elif deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError
-    return line
 
 
 def _symbol_in(code: Path) -> str:

@@ -20,16 +20,15 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _fork, _json
 from ..errors import CacheError, FlexopsError, RemoteError
 from . import cache_archive, counters
+from .json_child import JsonChild
 from .manifest import is_plain
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Remote:
         self.problem = ""
         self.unwritten = "" if write else "FLEXOPS_CACHE_REMOTE_WRITE is not 1"
         self._left = limit
-        self._worker: _Worker | None = None
+        self._worker: JsonChild | None = None
         self._lock = _fork.Lock()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -221,11 +220,11 @@ class Remote:
         """Raises ``RemoteError``, or ``TimeoutError``."""
         with self._lock.held():
             if self._worker is None or not self._worker.alive:
-                self._worker = _Worker(self.url, self.limit)
+                self._worker = _worker(self.url, self.limit)
             try:
                 answer = self._worker.ask(asked, limit)
             except BrokenPipeError:  # it went home
-                self._worker = _Worker(self.url, self.limit)
+                self._worker = _worker(self.url, self.limit)
                 answer = self._worker.ask(asked, limit)
         if "error" in answer:
             raise RemoteError(f"the remote cache {self.name} failed", found=scrubbed(str(answer["error"])), fix="flexops cache remote list")
@@ -254,60 +253,22 @@ class Remote:
         self._worker = None
 
 
-class _Worker:
-    """The child process. Killed when it does not answer."""
-
-    def __init__(self, url: str, limit: float) -> None:
-        self.alive = True
-        with _fork.postponed():
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-        try:
-            answer = self.ask({"path": sys.path, "url": url, "seconds": limit}, _START_SECONDS)
-        except BrokenPipeError:
-            answer = {"error": "its client does not start"}
-        except TimeoutError:
-            answer = {"error": f"its client does not start within {_START_SECONDS:.0f} s"}
-        if "error" in answer:
-            self.stop()
-            missing = answer.get("missing")
-            fix = 'pip install "flexops-torch[remote]"' if missing else "check FLEXOPS_CACHE_REMOTE"
-            found = f"the package {missing} is not installed ({fix})" if missing else scrubbed(str(answer["error"]))
-            raise RemoteError(f"the remote cache {redacted(url)} cannot be used", found=found, fix=fix)
-
-    def ask(self, asked: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Raises ``TimeoutError``, or ``BrokenPipeError`` if it has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        from .kernel_compiler import read_line
-
-        try:
-            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
-            self.process.stdin.flush()
-            line = read_line(self.process.stdout, limit)
-        except BaseException:  # an interrupt, too: the answer to this would be taken for the next one's
-            self.stop()
-            raise
-        if not line:
-            self.stop()
-            raise BrokenPipeError
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def stop(self) -> None:
-        self.alive = False
-        self.process.kill()
-        self.process.wait()
-        self.forget()
-
-    def forget(self) -> None:
-        for stream in self._streams():
-            with contextlib.suppress(OSError):
-                stream.close()
-
-    def _streams(self) -> Iterator[IO[bytes]]:
-        yield from (stream for stream in (self.process.stdin, self.process.stdout) if stream)
+def _worker(url: str, limit: float) -> JsonChild:
+    """The child process that talks to a store; raises ``RemoteError`` if it does not start."""
+    child = JsonChild(_WORKER, hears=False)
+    try:
+        answer = child.ask({"path": sys.path, "url": url, "seconds": limit}, _START_SECONDS)
+    except BrokenPipeError:
+        answer = {"error": "its client does not start"}
+    except TimeoutError:
+        answer = {"error": f"its client does not start within {_START_SECONDS:.0f} s"}
+    if "error" in answer:
+        child.stop()
+        missing = answer.get("missing")
+        fix = 'pip install "flexops-torch[remote]"' if missing else "check FLEXOPS_CACHE_REMOTE"
+        found = f"the package {missing} is not installed ({fix})" if missing else scrubbed(str(answer["error"]))
+        raise RemoteError(f"the remote cache {redacted(url)} cannot be used", found=found, fix=fix)
+    return child
 
 
 def entry_name(name: str, key: str) -> str:

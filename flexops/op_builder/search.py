@@ -110,14 +110,8 @@ def _places_of(plan: BuildPlan, step: Step, directory: Path, search: SearchPath)
         return set()
     reached = cache_key.parse_depfile(depfile.read_text(encoding="utf-8", errors="surrogateescape"))
     found = {path for path in map(_first_missing, search.missing) if not f"{path}/".startswith(_DISTRIBUTION)}
-    texts = dict(plan.texts)
     for source in (*step.inputs, *cache_key.reached_headers(plan, [depfile])):
-        if source in texts:
-            folder, text = "", texts[source]  # in the build's own directory, where nothing comes to be
-        elif os.path.isabs(source):
-            folder, text = os.path.dirname(source), _read(source)
-        else:
-            continue
+        text, folder = text_of(plan, source)
         for name, quoted in names(text):
             found |= _up_to(name, (*((folder, *search.quote) if quoted else ()), *search.angle))
     return found | _shadowing(reached, search)
@@ -190,7 +184,17 @@ def _ask(command: tuple[str, ...]) -> SearchPath:
         return SearchPath((), tuple(path for path in given if os.path.isabs(path)))
 
 
-def _read(path: str) -> str:
+def text_of(plan: BuildPlan, source: str) -> tuple[str, str]:
+    """What a compile reads, and the directory it is in: none for a text of the plan's, as nothing else comes to be in the build's own. Both are empty
+    for what is yet to be made in that, translated to HIP."""
+    text = dict(plan.texts).get(source)
+    if text is not None:
+        return text, ""
+    return (read(source), os.path.dirname(source)) if os.path.isabs(source) else ("", "")
+
+
+def read(path: str) -> str:
+    """A file's text; empty where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read()

@@ -13,22 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import (
-    PARAM_DTYPES,
-    Lists,
-    Writer,
-    call_lists,
-    check_lists,
-    check_rates,
-    each_step,
-    largest_difference,
-    listed,
-    nothing,
-    on_cpu,
-    round_to_bfloat16,
-    split_lr,
-    step_noise,
-)
+from . import _multi_tensor as multi
 from ._register import define
 
 _LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
@@ -93,9 +78,9 @@ def adam_(
         maximize: ascend.
         decoupled: AdamW.
         grad_scale: float32, one element: what the gradients were multiplied by.
-        found_inf: float32, one element: nonzero means that nothing at all is done, steps included.
+        found_inf: float32, one element: nonzero means that multi.nothing at all is done, steps included.
         stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours, to each as likely as it is near: to nearest, an
-            average forgets nothing that is less than half of a unit in its last place, as is each step of one with ``beta2 = 0.999``. The random
+            average forgets multi.nothing that is less than half of a unit in its last place, as is each step of one with ``beta2 = 0.999``. The random
             numbers follow from the step's number and the element's place in its tensor alone, so every run and device draws the same.
         grad_factor: float32, one element: what the step multiplies gradients by, such as to clip them, without that they are written.
 
@@ -104,8 +89,8 @@ def adam_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
-    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
-    _call(torch.ops.flexops.adam_, "adam_", lists, lr, *numbers, grad_scale, found_inf, stochastic, grad_factor)
+    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
+    _call("adam_", lists, lr, numbers, {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor}, stochastic)
 
 
 def adam_copy_(
@@ -142,53 +127,35 @@ def adam_copy_(
         TypeError, ValueError: as for :func:`adam_`.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)
-    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
-    _call(torch.ops.flexops.adam_copy_, "adam_copy_", lists, lr, *numbers, grad_scale, found_inf, stochastic, grad_factor)
+    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
+    _call("adam_copy_", lists, lr, numbers, {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor}, stochastic)
 
 
 def _call(
-    op: Any,
-    name: str,
-    sequences: Sequence[Sequence[Tensor]],
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic: bool,
-    grad_factor: Tensor | None,
+    name: str, sequences: Sequence[Sequence[Tensor]], lr: float | Tensor, numbers: dict[str, Any], scalars: dict[str, Tensor | None], stochastic: bool
 ) -> None:
-    lists = listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
-    check_rates(name, lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    numbers = {"lr": number, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    numbers |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
-    call = functools.partial(op, **numbers, lr_tensor=tensor, grad_scale=grad_scale, found_inf=found_inf, stochastic=stochastic, grad_factor=grad_factor)
+    lists = multi.listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
+    multi.check_rates(name, lr, (numbers["beta1"], numbers["beta2"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
+    number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
+    call = functools.partial(getattr(torch.ops.flexops, name), lr=number, lr_tensor=tensor, stochastic=stochastic, **numbers, **scalars)
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    call_lists(call, lists, written, lambda: _check(name, lists, amsgrad, tensor, grad_scale, found_inf, grad_factor))
+    multi.call_lists(call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars))
 
 
-def _check(
-    name: str, lists: list[list[Tensor]], amsgrad: bool, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None,
-    grad_factor: Tensor | None,
-) -> None:  # fmt: skip
+def _check(name: str, lists: Sequence[list[Tensor]], amsgrad: bool, **scalars: Tensor | None) -> None:
     """Raise if the tensors do not fit together, naming the first that does not."""
-    wanted: Lists = {
-        label: (tensors, (torch.float32,) if label == "state_steps" else PARAM_DTYPES)
+    wanted: multi.Lists = {
+        label: (tensors, (torch.float32,) if label == "state_steps" else multi.PARAM_DTYPES)
         for label, tensors in zip(_LIST_NAMES, lists, strict=False)  # adam_ has no copies
         if amsgrad or label != "max_exp_avg_sqs"
     }
-    check_lists(name, wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf, grad_factor=grad_factor)
+    multi.check_lists(name, wanted, **scalars)
 
 
-def _reference_step(
-    lists: list[list[Tensor]],
-    lr: float | Tensor,
+def _reference(
+    name: str,
+    *lists: list[Tensor],
+    lr: float,
     beta1: float,
     beta2: float,
     eps: float,
@@ -196,35 +163,40 @@ def _reference_step(
     amsgrad: bool,
     maximize: bool,
     decoupled: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic: bool,
-    grad_factor: Tensor | None,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    stochastic: bool = False,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    writer = Writer(found_inf)
+    if not lists[0]:
+        return
+    _check(name, lists, amsgrad, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf, grad_factor=grad_factor)
+    rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
+    writer = multi.Writer(found_inf)
     put = writer.put
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *copies = lists
-    steps = each_step(steps, params)
+    steps = multi.each_step(steps, params)
     for i, param in enumerate(params):
         step = steps[i] + 1
         put(steps[i], step)
         grad, value = writer.gradient(grads[i], grad_scale, maximize), param.float()
         grad = grad if grad_factor is None else grad * grad_factor.reshape(())
         if decoupled:
-            value = value * (1 - lr * weight_decay)
+            value = value * (1 - rate * weight_decay)
         elif weight_decay:
             grad = grad + weight_decay * value
         exp_avg = exp_avgs[i].float().lerp(grad, 1 - beta1)
         exp_avg_sq = exp_avg_sqs[i].float() * beta2 + (1 - beta2) * grad * grad
         largest = torch.maximum(max_exp_avg_sqs[i].float(), exp_avg_sq) if amsgrad else exp_avg_sq
         count = step.double().reshape(())  # in float32, 1 - beta2 ** step would lose digits in the first steps
-        step_size, root = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
+        step_size, root = rate / (1 - beta1**count), (1 - beta2**count).sqrt()
         value = value - step_size * exp_avg / (largest.sqrt() / root + eps)
         for half, (state, average) in enumerate(((exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq))):
             if stochastic and state.dtype == torch.bfloat16:
-                noise = step_noise(step, [tensors[i] for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, *copies) if tensors])
-                average = round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
+                noise = multi.step_noise(step, [tensors[i] for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, *copies) if tensors])
+                average = multi.round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
             put(state, average)
         if amsgrad:
             put(max_exp_avg_sqs[i], largest)
@@ -233,72 +205,12 @@ def _reference_step(
             put(copies[0][i], value)
 
 
-def _reference(name: str, lists: list[list[Tensor]], lr: float, lr_tensor: Tensor | None, *rest: Any) -> None:
-    if not lists[0]:
-        return
-    amsgrad, (grad_scale, found_inf, _, grad_factor) = rest[4], rest[-4:]
-    _check(name, lists, amsgrad, lr_tensor, grad_scale, found_inf, grad_factor)
-    _reference_step(lists, lr if lr_tensor is None else lr_tensor.reshape(()), *rest)
-
-
-def _adam_reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic: bool = False,
-    grad_factor: Tensor | None = None,
-) -> None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
-    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
-    _reference("adam_", lists, lr, lr_tensor, *numbers, grad_scale, found_inf, stochastic, grad_factor)
-
-
-def _adam_copy_reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    copies: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic: bool = False,
-    grad_factor: Tensor | None = None,
-) -> None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, copies]
-    numbers = beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled
-    _reference("adam_copy_", lists, lr, lr_tensor, *numbers, grad_scale, found_inf, stochastic, grad_factor)
-
-
-define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", _adam_reference, nothing)
-define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()", _adam_copy_reference, nothing)
+define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", functools.partial(_reference, "adam_"), multi.nothing)
+define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()", functools.partial(_reference, "adam_copy_"), multi.nothing)
 
 
 def self_check(device: str) -> float:
     """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
     numbers: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": True, "maximize": False, "decoupled": True}
-    return largest_difference(device, 3, [functools.partial(step, **numbers) for step in (torch.ops.flexops.adam_, _adam_reference)])
+    steps: tuple[Any, Any] = torch.ops.flexops.adam_, functools.partial(_reference, "adam_")
+    return multi.largest_difference(device, 3, [functools.partial(step, **numbers) for step in steps])

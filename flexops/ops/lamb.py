@@ -13,22 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import (
-    PARAM_DTYPES,
-    Lists,
-    Writer,
-    call_lists,
-    check_lists,
-    check_rates,
-    each_step,
-    largest_difference,
-    listed,
-    nothing,
-    on_cpu,
-    round_to_bfloat16,
-    split_lr,
-    step_noise,
-)
+from . import _multi_tensor as multi
 from ._register import define
 
 _SCHEMA = (
@@ -90,19 +75,20 @@ def lamb_(
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
     """
-    check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = listed("lamb_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, state_steps=state_steps)
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
+    multi.check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
+    lists = multi.listed("lamb_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, state_steps=state_steps)
+    number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf, stochastic)
     scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
-    call_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
+    multi.call_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
 
 
 def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
     """``lists`` is what :func:`lamb_` takes, or without gradients."""
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps") if len(lists) == 5 else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
-    wanted: Lists = {label: (tensors, (torch.float32,) if label == "state_steps" else PARAM_DTYPES) for label, tensors in zip(names, lists, strict=True)}
-    check_lists(name, wanted, **scalars)
+    dtypes = {"state_steps": (torch.float32,)}
+    wanted: multi.Lists = {label: (tensors, dtypes.get(label, multi.PARAM_DTYPES)) for label, tensors in zip(names, lists, strict=True)}
+    multi.check_lists(name, wanted, **scalars)
 
 
 def _update(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
@@ -129,8 +115,8 @@ def _moments_reference(
     """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns ``[parameters, 2]``: the sums of squares of parameter and update."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
     _check("lamb_moments_", lists, grad_scale=grad_scale, found_inf=found_inf)
-    lists[-1] = each_step(state_steps, params)
-    writer = Writer(found_inf)
+    lists[-1] = multi.each_step(state_steps, params)
+    writer = multi.Writer(found_inf)
     norms = []
     for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
         writer.put(steps, steps + 1)
@@ -139,7 +125,7 @@ def _moments_reference(
         update = _update(value, *averages, steps, beta1, beta2, eps, weight_decay)
         for half, (state, average) in enumerate(zip((exp_avg, exp_avg_sq), averages, strict=True)):
             if stochastic and state.dtype == torch.bfloat16:
-                average = round_to_bfloat16(average, step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half & 0xFFFF)
+                average = multi.round_to_bfloat16(average, multi.step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half & 0xFFFF)
             writer.put(state, average)
         norms.append(torch.stack([value.square().sum(), update.square().sum()]))
     result = torch.stack(norms)
@@ -165,9 +151,9 @@ def _apply_reference(
     _check("lamb_apply_", lists, lr=lr_tensor, found_inf=found_inf)
     if norms.dtype != torch.float32 or norms.shape != (len(params), 2):
         raise ValueError(f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got {norms.dtype} {list(norms.shape)}")
-    lists[-1] = each_step(state_steps, params)
+    lists[-1] = multi.each_step(state_steps, params)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
-    writer = Writer(found_inf)
+    writer = multi.Writer(found_inf)
     for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
         value = param.float()
         update = _update(value, exp_avg.float(), exp_avg_sq.float(), step, beta1, beta2, eps, weight_decay)
@@ -204,12 +190,13 @@ def _moments_fake(params: list[Tensor], *_: Any) -> Tensor:
     return params[0].new_empty((len(params), 2), dtype=torch.float32)
 
 
-define("lamb", _SCHEMA, _reference, nothing)
+define("lamb", _SCHEMA, _reference, multi.nothing)
 define("lamb", _MOMENTS, _moments_reference, _moments_fake)
-define("lamb", _APPLY, _apply_reference, nothing)
+define("lamb", _APPLY, _apply_reference, multi.nothing)
 
 
 def self_check(device: str) -> float:
     """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lamb_, _reference
-    return largest_difference(device, 2, [lambda *lists, step=step: step(*lists, 0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None) for step in steps])
+    numbers: Any = (0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None)
+    return multi.largest_difference(device, 2, [lambda *lists, step=step: step(*lists, *numbers) for step in steps])
