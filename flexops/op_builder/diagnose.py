@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from . import kernel_names
+
 _ERROR_LINE = re.compile(
     r"(\berror\s*:|\bfatal error\b|\berror #|undefined reference|cannot find -l|No space left on device|Disk quota|File size limit|Killed|nvcc fatal"
     r"|died due to signal|Permission denied|^flexops: )",
@@ -137,21 +139,5 @@ def load_trouble(said: str) -> Diagnosis | None:
 
 
 def demangled(symbol: str) -> str:
-    """A C++ symbol as it was written; itself where it is none, or nothing here can tell."""
-    import ctypes
-
-    if not symbol.startswith("_Z"):
-        return symbol
-    try:
-        demangle, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
-    except (OSError, AttributeError):
-        return symbol
-    demangle.restype, status = ctypes.c_void_p, ctypes.c_int()
-    free.argtypes = (ctypes.c_void_p,)
-    found = demangle(symbol.encode(), None, None, ctypes.byref(status))
-    if not found:
-        return symbol
-    try:
-        return ctypes.string_at(found).decode("utf-8", "replace")
-    finally:
-        free(found)
+    """A C++ symbol as it was written; others themselves."""
+    return kernel_names.demangled(symbol) if symbol.startswith("_Z") else symbol

@@ -58,21 +58,10 @@ def _expression(match: re.Match[bytes]) -> str:
 
 @functools.cache
 def _demangled(mangled: str) -> str:
-    """The function that a ``NameOf`` is of: ``flexops::detail::NameOf<&(void flexops::rope::rotate<float>(flexops::rope::Params))>``.
-
-    The ABI's own demangler tells, in the libstdc++ that torch brings. Of a function that is no template's it gives the name alone.
-    """
-    import ctypes
-
-    runtime = ctypes.CDLL("libstdc++.so.6")
-    runtime.__cxa_demangle.restype = ctypes.c_void_p
-    made = runtime.__cxa_demangle(mangled.encode(), None, None, None)
-    text = ctypes.string_at(made).decode() if made else ""
-    ctypes.CDLL(None).free(ctypes.c_void_p(made))
-    name = text.partition("NameOf<&")[2].removesuffix(">")
-    if not name:
-        raise ValueError(f"{mangled} is no kernel's name")
-    if not name.startswith("("):
+    """The function that a ``NameOf`` is of: ``flexops::detail::NameOf<&(void flexops::rope::rotate<float>(flexops::rope::Params))>``; of a function that is
+    no template's, the name alone."""
+    name = demangled(mangled).partition("NameOf<&")[2].removesuffix(">")
+    if name and not name.startswith("("):
         return name
     name = name[1:-1].removeprefix("void ")
     depth = 0
@@ -81,6 +70,24 @@ def _demangled(mangled: str) -> str:
         if depth == 0:
             return name[:position]
     raise ValueError(f"{mangled} is no kernel's name")
+
+
+def demangled(mangled: str) -> str:
+    """A C++ name or type as it was written, by the demangler of the libstdc++ that torch brings; itself where it is none, or nothing here can tell."""
+    import ctypes
+
+    try:
+        demangle, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
+    except (OSError, AttributeError):
+        return mangled
+    demangle.restype, free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    found = demangle(mangled.encode(), None, None, None)
+    if not found:
+        return mangled
+    try:
+        return ctypes.string_at(found).decode("utf-8", "replace")
+    finally:
+        free(found)
 
 
 def fitted(expression: str, architecture: Architecture) -> Architecture | None:
