@@ -9,12 +9,20 @@ namespace {
 
 /// The ops' arguments behind the tensors that are attended.
 struct Options {
-  const std::optional<Tensor>&bias, &alibi, &sinks, &cumulative_q, &cumulative_k;
-  int64_t max_q, max_k;
+  bool heads_first;
+  int64_t right, left;
   std::optional<double> scale;
-  int64_t left, right;
+  const std::optional<Tensor>& bias;
   double softcap;
-  int64_t score_mod;
+  const std::optional<Tensor>&alibi, &sinks, &cumulative_q, &cumulative_k;
+  int64_t max_q, max_k, score_mod;
+};
+
+/// Which dimension has rows, and which one heads: of [batch, length, heads, columns], of [batch, heads, length, columns] with
+/// `heads_first`, and, packed, of [tokens, heads, columns].
+struct Layout {
+  int64_t row, head;
+  Layout(int64_t dim, bool heads_first) : row(dim - (heads_first ? 2 : 3)), head(dim - (heads_first ? 3 : 2)) {}
 };
 
 void check_dtype(const char* op, const char* argument, const Tensor& tensor, Dtype dtype) {
@@ -35,9 +43,22 @@ Tensor readable(const Tensor& tensor) {
   return copied;
 }
 
-AttentionTensor view(const Tensor& tensor) {
-  const int64_t *strides = tensor.strides(), first = tensor.dim() - 3;
-  return {tensor.data(), first ? strides[0] : 0, strides[first], strides[first + 1]};
+AttentionTensor view(const Tensor& tensor, Layout at) {
+  const int64_t* strides = tensor.strides();
+  return {tensor.data(), tensor.dim() > 3 ? strides[0] : 0, strides[at.row], strides[at.head]};
+}
+
+/// Of q's dtype, and of another one's shape, `columns` excepted. In memory the heads of a row are neighbours, however dimensions are named.
+Tensor empty_rows(const Tensor& like, int64_t columns, Layout at) {
+  const int64_t dim = like.dim();
+  int64_t sizes[4], strides[4], stride = 1;
+  const int64_t from_within[] = {dim - 1, at.head, at.row, 0};
+  for (int64_t i = 0; i < dim; ++i) {
+    const int64_t d = from_within[i];
+    sizes[d] = i == 0 ? columns : like.sizes()[d], strides[d] = stride;
+    stride *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  return empty_strided(sizes, strides, dim, like.dtype(), like);
 }
 
 /// As many dimensions as a broadcast to four has, the last `dim` of them the tensor's.
@@ -61,25 +82,29 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   const bool packed = o.cumulative_q.has_value();
   FLEXOPS_CHECK(packed == o.cumulative_k.has_value(), op, ": cu_seqlens_q and cu_seqlens_k must both be given, or neither");
   const int64_t dim = packed ? 3 : 4;
-  const char* form = packed ? "[tokens, heads, head_dim]" : "[batch, length, heads, head_dim]";
+  const char* form = packed          ? "[tokens, heads, head_dim]"
+                     : o.heads_first ? "[batch, heads, length, head_dim]"
+                                     : "[batch, length, heads, head_dim]";
+  FLEXOPS_CHECK(!(packed && o.heads_first), op, ": heads_first must be false with cu_seqlens_q and cu_seqlens_k");
   FLEXOPS_CHECK(q.dim() == dim, op, ": q must have shape ", form, ", got ", shape_text(q));
   check_device(op, "k", k, "q", q);
   check_device(op, "v", v, "q", q);
   check_dtype(op, "k", k, dtype);
   check_dtype(op, "v", v, dtype);
-  const int64_t heads = q.size(-2);
+  const Layout at(dim, o.heads_first);
+  const int64_t heads = q.size(at.head);
   FLEXOPS_CHECK(k.dim() == dim && k.size(-1) == q.size(-1) && (packed || k.size(0) == q.size(0)), op, ": k must have q's shape ",
                 shape_text(q), ", length and heads excepted, got ", shape_text(k));
-  FLEXOPS_CHECK(heads == 0 || (k.size(-2) > 0 && heads % k.size(-2) == 0), op, ": k must have a number of heads that divides q's ", heads,
-                ", got ", shape_text(k));
+  FLEXOPS_CHECK(heads == 0 || (k.size(at.head) > 0 && heads % k.size(at.head) == 0), op,
+                ": k must have a number of heads that divides q's ", heads, ", got ", shape_text(k));
   bool same = v.dim() == dim;
   for (int64_t d = 0; same && d < dim - 1; ++d) same = v.sizes()[d] == k.sizes()[d];
   FLEXOPS_CHECK(same, op, ": v must have k's shape ", shape_text(k), ", head_dim excepted, got ", shape_text(v));
 
   Attention a = {};
   a.type = element_type(op, "q", dtype);
-  a.heads_q = heads, a.heads_k = k.size(-2), a.head_dim = q.size(-1), a.head_dim_v = v.size(-1);
-  a.rows_q = q.size(-3), a.rows_k = k.size(-3);
+  a.heads_q = heads, a.heads_k = k.size(at.head), a.head_dim = q.size(-1), a.head_dim_v = v.size(-1);
+  a.rows_q = q.size(at.row), a.rows_k = k.size(at.row);
   a.batch = q.size(0), a.length_q = a.rows_q, a.length_k = a.rows_k;
 #if FLEXOPS_DEVICE_CUDA
   FLEXOPS_CHECK(
@@ -157,8 +182,9 @@ std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
 template <class Call, class Launcher>
 void run(const char* op, const Call& call, const Tensor& q, const Launcher& launcher) {
   const int64_t bytes = attention_workspace(call);
-  const Tensor workspace = empty(&bytes, 1, Dtype::u8, q);
-  check_launch(op, launcher(call, workspace.data(), current_stream(q)));
+  Tensor workspace;
+  if (bytes > 0) workspace = empty(&bytes, 1, Dtype::u8, q);
+  check_launch(op, launcher(call, bytes > 0 ? workspace.data() : nullptr, current_stream(q)));
 }
 #else
 /// Rows of packed tensors that belong to no sequence are written by nobody.
@@ -182,26 +208,25 @@ void share_out(const char* op, int64_t items, int64_t grain, const Kernel& kerne
 }
 #endif
 
-std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> bias, std::optional<Tensor> alibi,
-                                     std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q, std::optional<Tensor> cumulative_k,
-                                     int64_t max_q, int64_t max_k, std::optional<double> scale, int64_t left, int64_t right, double softcap,
-                                     [[maybe_unused]] bool deterministic, int64_t score_mod) {
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool heads_first, int64_t right, int64_t left,
+                                     std::optional<double> scale, [[maybe_unused]] bool deterministic, std::optional<Tensor> bias,
+                                     double softcap, std::optional<Tensor> alibi, std::optional<Tensor> sinks,
+                                     std::optional<Tensor> cumulative_q, std::optional<Tensor> cumulative_k, int64_t max_q, int64_t max_k,
+                                     int64_t score_mod) {
   const char* op = "flexops::attention";
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(q);
 #endif
   sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
   AttentionForward c = {};
-  c.problem =
-      make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap, score_mod});
+  c.problem = make_problem(
+      op, q, k, v, {heads_first, right, left, scale, bias, softcap, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, score_mod});
   const Attention& a = c.problem;
   q = readable(q), k = readable(k), v = readable(v);
-  const int64_t dim = q.dim(), *sizes = q.sizes();
-  int64_t shape[4];
-  for (int64_t d = 0; d < dim; ++d) shape[d] = d == dim - 1 ? a.head_dim_v : sizes[d];
+  const Layout at(q.dim(), heads_first);
   const int64_t lse_shape[3] = {a.packed() ? a.heads_q : a.batch, a.packed() ? a.rows_q : a.heads_q, a.rows_q};
-  Tensor out = empty(shape, dim, q.dtype(), q), lse = empty(lse_shape, dim - 1, Dtype::f32, q);
-  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
+  Tensor out = empty_rows(q, a.head_dim_v, at), lse = empty(lse_shape, q.dim() - 1, Dtype::f32, q);
+  c.q = view(q, at), c.k = view(k, at), c.v = view(v, at), c.o = view(out, at);
   c.lse = lse.data<float>(), c.lse_batch = a.packed() ? 0 : a.heads_q * a.rows_q, c.lse_head = a.rows_q;
 #if FLEXOPS_DEVICE_CUDA
   run(op, c, q, attention_cuda);
@@ -215,19 +240,19 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
-                                                      Tensor lse, std::optional<Tensor> bias, std::optional<Tensor> alibi,
-                                                      std::optional<Tensor> sinks, std::optional<Tensor> cumulative_q,
-                                                      std::optional<Tensor> cumulative_k, int64_t max_q, int64_t max_k,
-                                                      std::optional<double> scale, int64_t left, int64_t right, double softcap,
-                                                      bool deterministic, int64_t score_mod) {
+                                                      Tensor lse, bool heads_first, int64_t right, int64_t left,
+                                                      std::optional<double> scale, bool deterministic, std::optional<Tensor> bias,
+                                                      double softcap, std::optional<Tensor> alibi, std::optional<Tensor> sinks,
+                                                      std::optional<Tensor> cumulative_q, std::optional<Tensor> cumulative_k, int64_t max_q,
+                                                      int64_t max_k, int64_t score_mod) {
   const char* op = "flexops::attention_backward";
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(q);
 #endif
   sinks = dense(sinks), cumulative_q = dense(cumulative_q), cumulative_k = dense(cumulative_k);
   AttentionBackward c = {};
-  c.problem =
-      make_problem(op, q, k, v, {bias, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, scale, left, right, softcap, score_mod});
+  c.problem = make_problem(
+      op, q, k, v, {heads_first, right, left, scale, bias, softcap, alibi, sinks, cumulative_q, cumulative_k, max_q, max_k, score_mod});
   const Attention& a = c.problem;
   const Tensor* results[] = {&grad, &out};
   for (const Tensor* each : results) {
@@ -248,10 +273,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
                   op, ": ", argument, " must have a number for each row of q, ", shape_text(q), ", got ", shape_text(*each));
   }
   lse = contiguous(lse), grad_lse = dense(grad_lse);
-  Tensor dq = empty_like_contiguous(q, q.dtype()), dk = empty_like_contiguous(k, q.dtype()), dv = empty_like_contiguous(v, q.dtype());
+  const Layout at(q.dim(), heads_first);
+  Tensor dq = empty_rows(q, a.head_dim, at), dk = empty_rows(k, a.head_dim, at), dv = empty_rows(v, a.head_dim_v, at);
   grad = readable(grad), q = readable(q), k = readable(k), v = readable(v), out = readable(out);
-  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.d_o = view(grad);
-  c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
+  c.q = view(q, at), c.k = view(k, at), c.v = view(v, at), c.o = view(out, at), c.d_o = view(grad, at);
+  c.dq = view(dq, at), c.dk = view(dk, at), c.dv = view(dv, at);
   c.lse = lse.data<float>(), c.d_lse = grad_lse ? grad_lse->data<float>() : nullptr;
   c.lse_batch = a.packed() ? 0 : a.heads_q * a.rows_q, c.lse_head = a.rows_q;
   c.deterministic = deterministic;
@@ -275,6 +301,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
 
 FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "attention", attention);
+  FLEXOPS_IMPL(m, "attention_plain", attention);
   FLEXOPS_IMPL(m, "attention_backward", attention_backward);
 }
 

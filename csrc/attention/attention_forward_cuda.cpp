@@ -44,6 +44,12 @@ const char* launch_forward(const AttentionForward& c, void* stream) {
   return last_error();
 }
 
+int64_t tiles_of(const Attention& a, const Tiling<ForwardHopperParams>& tiling) {
+  return ceil_div(a.length_q, tiling.rows) * a.batch * a.heads_q;
+}
+/// Blocks of threads take tiles by a counter, which has to be allocated and set; of two for each multiprocessor nothing is to be won.
+bool takes_counter(int64_t tiles) { return tiles > 2 * gpu_facts().processors; }
+
 const char* launch_forward_hopper(const AttentionForward& c, void* workspace, void* stream) {
   const Attention& a = c.problem;
   const auto& tiling = choose_hopper(a);
@@ -53,8 +59,8 @@ const char* launch_forward_hopper(const AttentionForward& c, void* workspace, vo
   p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
   p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
   p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
-  const int64_t tiles = p.call.tiles * a.batch * a.heads_q, grid = least(tiles, gpu_facts().processors);
-  if (tiles > 2 * grid) {
+  const int64_t tiles = tiles_of(a, tiling), grid = least(tiles, gpu_facts().processors);
+  if (takes_counter(tiles)) {
     p.counter = static_cast<int*>(workspace);
     set_zero(static_cast<uint32_t*>(workspace), 1, stream);
   }
@@ -69,7 +75,7 @@ int64_t attention_workspace(const AttentionForward& call) {
   const Attention& a = call.problem;
   if (attention::is_empty(a) || a.length_q == 0) return 0;
   if (attention::takes_decode(a)) return attention::decode_workspace(a);
-  return attention::takes_hopper(a) ? 256 : 0;
+  return attention::takes_hopper(a) && attention::takes_counter(attention::tiles_of(a, attention::choose_hopper(a))) ? 256 : 0;
 }
 
 const char* attention_cuda(const AttentionForward& c, void* workspace, void* stream) {

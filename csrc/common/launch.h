@@ -46,6 +46,7 @@ struct Kernel {
   const char* (*name)();
   void* handle[kMaxGpus];  // CUkernel; null until the GPU's first launch
   uint64_t text;           // number of what the provider compiles it with besides; 0: nothing
+  uint64_t shared;         // see allow_shared()
 #endif
 };
 
@@ -83,9 +84,9 @@ template <auto function>
 #if FLEXOPS_HIP
 inline Kernel instance = {reinterpret_cast<const void*>(function)};
 #else
-inline Kernel instance = {kernel_name<function>, {}, 0};
+inline Kernel instance = {kernel_name<function>, {}, 0, 0};
 template <auto function>
-inline Kernel rare_instance = {rare_name<function>, {}, 0};
+inline Kernel rare_instance = {rare_name<function>, {}, 0, 0};
 template <auto function, typename... A>
 constexpr KernelOf<A...> typed_rare(void (*)(A...)) {
   return {&rare_instance<function>};
@@ -299,11 +300,34 @@ struct DriverConfig {
   DriverConfig& operator=(const DriverConfig&) = delete;
 };
 
-/// Lets the kernel have so much dynamic shared memory.
-inline int allow_shared(void* handle, int64_t bytes) {
+/// The GPUs on which a kernel may have `known >> 32` bytes of dynamic shared memory are the bits of `known`.
+inline bool is_allowed(uint64_t known, int64_t bytes, uint64_t gpu) { return known >> 32 >= static_cast<uint64_t>(bytes) && (known & gpu); }
+
+/// Threads ask one after another, and never for less than another one has got: it may not have launched yet.
+[[gnu::noinline, gnu::cold]] inline int ask_for_shared(Kernel& kernel, void* handle, int64_t bytes, uint64_t gpu) {
+  static int taken = 0;
+  while (__atomic_exchange_n(&taken, 1, __ATOMIC_ACQUIRE)) {}
+  const uint64_t known = kernel.shared, before = known >> 32;
+  const uint64_t most = before > static_cast<uint64_t>(bytes) ? before : static_cast<uint64_t>(bytes);
+  const auto ask = [&](uint64_t wanted) {
+    return Driver::get().cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(wanted), handle, current_gpu());
+  };
+  int refused = ask(most);
+  if (refused == 0 && gpu) {
+    __atomic_store_n(&kernel.shared, most << 32 | (most == before ? known & 0xffffffffu : 0) | gpu, __ATOMIC_RELEASE);
+  } else if (refused != 0 && most > static_cast<uint64_t>(bytes)) {  // another GPU has more
+    refused = ask(static_cast<uint64_t>(bytes));
+  }
+  __atomic_store_n(&taken, 0, __ATOMIC_RELEASE);
+  return refused;
+}
+
+/// Lets the kernel have so much dynamic shared memory, which is asked for once, and not at each launch.
+inline int allow_shared(Kernel& kernel, void* handle, int64_t bytes) {
   constexpr int64_t kWithoutAsking = 40000;  // of the 48 KiB, less what a kernel has beside
   if (bytes <= kWithoutAsking) return 0;
-  return Driver::get().cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(bytes), handle, current_gpu());
+  const uint64_t gpu = current_gpu() < kMaxGpus ? uint64_t{1} << current_gpu() : 0;
+  return is_allowed(__atomic_load_n(&kernel.shared, __ATOMIC_ACQUIRE), bytes, gpu) ? 0 : ask_for_shared(kernel, handle, bytes, gpu);
 }
 
 inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
@@ -312,7 +336,7 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
   const Driver& driver = Driver::get();
   const DriverConfig config(c);
   const int result = in_context([&] {
-    const int refused = allow_shared(handle, c.shared_bytes);
+    const int refused = allow_shared(kernel, handle, c.shared_bytes);
     return refused ? refused : driver.cuLaunchKernelEx(&config.launch, handle, arguments, nullptr);
   });
   if (__builtin_expect(result != 0, 0)) note(result);
@@ -328,7 +352,7 @@ inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
   const DriverConfig config(c);
   const auto ask = [&] {
     int refused = driver.cuKernelGetAttribute(&version, kPtxVersion, handle, current_gpu());
-    if (refused == 0) refused = allow_shared(handle, c.shared_bytes);
+    if (refused == 0) refused = allow_shared(kernel, handle, c.shared_bytes);
     if (refused == 0) refused = driver.cuKernelGetFunction(&function, handle);
     return refused ? refused : driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch);
   };

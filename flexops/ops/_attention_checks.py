@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,33 @@ from ._register import check_places
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 256
+
+
+class Options(NamedTuple):
+    """The operators' arguments behind q, k and v, by the names that torch has for them. What most calls leave alone stands behind what they give: a call
+    hands over no more of them than it has to, because each takes the host a tenth of a microsecond."""
+
+    heads_first: bool = False  # [batch, heads, length, head_dim]
+    window_right: int = -1
+    window_left: int = -1
+    scale: float | None = None
+    deterministic: bool = False
+    bias: Tensor | None = None  # with a score_mod, the words that it looks things up in
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    score_mod: int = 0
+
+
+SCHEMA = (
+    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool deterministic=False, Tensor? bias=None, float softcap=0.0, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int max_seqlen_k=0, "
+    "int score_mod=0"
+)
 
 
 def declined(q: Any, v: Any, score_mod: int = 0) -> str:
@@ -67,52 +94,68 @@ def longest_of(cumulative: Any, given: int | None) -> int:
     return int((cumulative[1:] - cumulative[:-1]).max())
 
 
-def check(
-    q: Any, k: Any, v: Any, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *rest: Any
-) -> None:
-    named = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    check_places("flexops.attention", named)
+def check(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> None:
+    o = Options(*given, **named)  # torch leaves out what is the default
+    tensors = {"q": q, "k": k, "v": v, **{name: getattr(o, name) for name in ("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")}}
+    check_places("flexops.attention", tensors)
+    _check_dtypes(q, k, v)
+    packed = o.cu_seqlens_q is not None
+    if packed != (o.cu_seqlens_k is not None):
+        fail("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
+    _check_shapes(q, k, v, packed, o.heads_first)
+    row, head = (2, 1) if o.heads_first else (-3, -2)
+    batch, heads, lengths = q.shape[0], q.shape[head], (q.shape[row], k.shape[row])
+    if packed:
+        batch, lengths = _check_packing(o), (o.max_seqlen_q, o.max_seqlen_k)
+    if not o.score_mod:
+        _check_bias(o.bias, (batch, heads, *lengths))
+    elif o.softcap or o.alibi_slopes is not None or (o.bias is not None and (o.bias.dtype != torch.int32 or o.bias.dim() != 1)):
+        fail("score_mod must come without softcap and alibi_slopes, and a bias that is int32 words to look things up in")
+    _check_of_heads("alibi_slopes", o.alibi_slopes, ((heads,), (batch, heads)))
+    _check_of_heads("sinks", o.sinks, ((heads,),))
+    if o.alibi_slopes is not None and o.alibi_slopes.requires_grad and torch.is_grad_enabled():
+        fail("alibi_slopes must not require a gradient: there is none for them")
+
+
+def _check_dtypes(q: Any, k: Any, v: Any) -> None:
     if not isinstance(q, Tensor) or q.dtype not in FLOATS:
         fail(f"q must be a float32, bfloat16 or float16 tensor, got {kind_of(q)}", TypeError)
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
             fail(f"{name} must be a {q.dtype} tensor, as q, got {kind_of(x)}", TypeError)
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        fail("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
-    packed = cu_seqlens_q is not None
-    form = "[tokens, heads, head_dim], packed" if packed else "[batch, length, heads, head_dim]"
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packed: bool, heads_first: bool) -> None:
+    if packed and heads_first:
+        fail("heads_first must be False with cu_seqlens_q and cu_seqlens_k")
+    form = "[tokens, heads, head_dim], packed" if packed else "[batch, heads, length, head_dim]" if heads_first else "[batch, length, heads, head_dim]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != (3 if packed else 4):
             fail(f"{name} must have shape {form}, got {list(x.shape)}")
-    heads, key_heads = q.shape[-2], k.shape[-2]
     if k.shape[-1] != q.shape[-1] or (not packed and k.shape[0] != q.shape[0]):
-        batch = "" if packed else f"{q.shape[0]}, "
-        fail(f"k must have shape [{batch}any, key heads, {q.shape[-1]}], as q, got {list(k.shape)}")
+        batch, middle = "" if packed else f"{q.shape[0]}, ", "key heads, any" if heads_first else "any, key heads"
+        fail(f"k must have shape [{batch}{middle}, {q.shape[-1]}], as q, got {list(k.shape)}")
+    head = 1 if heads_first else -2
+    heads, key_heads = q.shape[head], k.shape[head]
     if heads and (key_heads == 0 or heads % key_heads):
         fail(f"k must have a number of heads that divides q's {heads}, got {list(k.shape)}")
     if v.shape[:-1] != k.shape[:-1]:
         fail(f"v must have k's shape {list(k.shape)}, head_dim excepted, got {list(v.shape)}")
-    batch = q.shape[0]
-    if packed:
-        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if not isinstance(x, Tensor) or x.dtype != torch.int32:
-                fail(f"{name} must be an int32 tensor, got {kind_of(x)}", TypeError)
-            if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_seqlens_q.shape:
-                fail(f"{name} must have shape [sequences + 1], both the same, got {list(x.shape)}")
-        batch = cu_seqlens_q.shape[0] - 1
-        for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            if not isinstance(number, int) or number < 0:
-                fail(f"{name} must be a number of tokens, got {number!r}")
-    softcap, score_mod = (rest[3], rest[5]) if len(rest) > 5 else (0.0, 0)  # torch leaves out what is the default
-    lengths = (max_seqlen_q, max_seqlen_k) if packed else (q.shape[1], k.shape[1])
-    if not score_mod:
-        _check_bias(bias, (batch, heads, *lengths))
-    elif softcap or alibi_slopes is not None or (bias is not None and (bias.dtype != torch.int32 or bias.dim() != 1)):
-        fail("score_mod must come without softcap and alibi_slopes, and a bias that is int32 words to look things up in")
-    _check_of_heads("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)))
-    _check_of_heads("sinks", sinks, ((heads,),))
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        fail("alibi_slopes must not require a gradient: there is none for them")
+
+
+def _check_packing(o: Options) -> int:
+    """How many sequences there are."""
+    first: Any = o.cu_seqlens_q
+    second: Any = o.cu_seqlens_k
+    for name, x in (("cu_seqlens_q", first), ("cu_seqlens_k", second)):
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            fail(f"{name} must be an int32 tensor, got {kind_of(x)}", TypeError)
+        if x.dim() != 1 or x.shape[0] < 1 or x.shape != first.shape:
+            fail(f"{name} must have shape [sequences + 1], both the same, got {list(x.shape)}")
+    for name, number in (("max_seqlen_q", o.max_seqlen_q), ("max_seqlen_k", o.max_seqlen_k)):
+        if not isinstance(number, int) or number < 0:
+            fail(f"{name} must be a number of tokens, got {number!r}")
+    return int(first.shape[0]) - 1
 
 
 def _check_bias(bias: Any, target: tuple[int, ...]) -> None:

@@ -4,35 +4,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..op_builder import loader
-from ._attention_checks import check, fail, kind_of
+from ._attention_checks import Options, check, fail, kind_of
 from ._score_mod import known as score_mods
 
 _PIECE = 2**25  # scores that are held at once
-
-
-class _Options(NamedTuple):
-    """The ops' arguments behind q, k and v."""
-
-    bias: Tensor | None  # with a score_mod, the words that it looks things up in
-    alibi: Tensor | None
-    sinks: Tensor | None
-    cumulative_q: Tensor | None
-    cumulative_k: Tensor | None
-    max_q: int
-    max_k: int
-    scale: float | None
-    left: int
-    right: int
-    softcap: float
-    deterministic: bool
-    score_mod: int = 0
 
 
 class _Piece(NamedTuple):
@@ -45,11 +27,11 @@ class _Piece(NamedTuple):
     keys: slice
 
 
-def _pieces(q: Tensor, k: Tensor, o: _Options) -> Iterator[_Piece]:
-    if o.cumulative_q is None or o.cumulative_k is None:
+def _pieces(q: Tensor, k: Tensor, o: Options) -> Iterator[_Piece]:
+    if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
         sequences = [(slice(None), 0, q.shape[1], 0, k.shape[1])]
     else:
-        at_q, at_k = o.cumulative_q.tolist(), o.cumulative_k.tolist()
+        at_q, at_k = o.cu_seqlens_q.tolist(), o.cu_seqlens_k.tolist()
         sequences = [(slice(i, i + 1), at_q[i], at_q[i + 1], at_k[i], at_k[i + 1]) for i in range(len(at_q) - 1)]
     for batch, begin, end, first_key, last_key in sequences:
         rows = max(1, _PIECE // max(1, q.shape[0] * q.shape[2] * (last_key - first_key)))
@@ -58,11 +40,11 @@ def _pieces(q: Tensor, k: Tensor, o: _Options) -> Iterator[_Piece]:
             yield _Piece(batch, first - begin, offset, slice(first, min(end, first + rows)), slice(first_key, last_key))
 
 
-def _scale(q: Tensor, o: _Options) -> float:
+def _scale(q: Tensor, o: Options) -> float:
     return float(q.shape[-1] ** -0.5) if o.scale is None else o.scale
 
 
-def _scores(q: Tensor, k: Tensor, piece: _Piece, o: _Options) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Tensor | None]:
     """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale q k``."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q, o)
     slope = None
@@ -71,21 +53,21 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: _Options) -> tuple[Tensor, T
         s, slope = o.softcap * tanh, 1 - tanh.square()
     rows, columns = s.shape[2:]
     if o.score_mod:
-        batches = range(s.shape[0])[piece.batch] if o.cumulative_q is None else range(piece.batch.start, piece.batch.stop)
+        batches = range(s.shape[0])[piece.batch] if o.cu_seqlens_q is None else range(piece.batch.start, piece.batch.stop)
         sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
         at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
         s, slope = score_mods[o.score_mod](s, *at, words=o.bias)
     distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
-    if o.alibi is not None:
-        slopes = o.alibi[piece.batch] if o.alibi.dim() == 2 else o.alibi[None]
+    if o.alibi_slopes is not None:
+        slopes = o.alibi_slopes[piece.batch] if o.alibi_slopes.dim() == 2 else o.alibi_slopes[None]
         s = s - slopes.to(s.dtype)[:, :, None, None] * distance.abs()
     if o.bias is not None and not o.score_mod:
         part = _bias_part(o.bias, piece, rows, columns)
         s = s.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else s + part.to(s.dtype)
-    if o.left >= 0:
-        s = s.masked_fill(distance < -o.left, -torch.inf)
-    if o.right >= 0:
-        s = s.masked_fill(distance > o.right, -torch.inf)
+    if o.window_left >= 0:
+        s = s.masked_fill(distance < -o.window_left, -torch.inf)
+    if o.window_right >= 0:
+        s = s.masked_fill(distance > o.window_right, -torch.inf)
     return s, slope
 
 
@@ -115,7 +97,10 @@ def _weights(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    o, heads = _Options(*options), q.shape[-2]
+    o, heads = Options(*options), q.shape[-2]
+    if o.heads_first:
+        out, lse = reference(*rows_first(q, k, v), *o._replace(heads_first=False))
+        return out.transpose(1, 2), lse
     wide_q, wide_k, wide_v = _wide(q), _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
     out = wide_q.new_zeros(*wide_q.shape[:3], v.shape[-1])
     lse = wide_q.new_full((wide_q.shape[0], heads, wide_q.shape[1]), -torch.inf)
@@ -137,7 +122,7 @@ def delta_of(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _score_gradients(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: _Options
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options
 ) -> Iterator[tuple[_Piece, Tensor, Tensor, Tensor | None]]:
     """Piece after piece its weights, their scores' gradients, and the latter's way to ``scale q k``. Takes wide tensors."""
     delta = delta_of(grad, grad_lse, out)
@@ -152,7 +137,11 @@ def _score_gradients(
 def backward_reference(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    o, heads = _Options(*options), q.shape[-2]
+    o, heads = Options(*options), q.shape[-2]
+    if o.heads_first:
+        grad, q, k, v, out = rows_first(grad, q, k, v, out)
+        dq, dk, dv = rows_first(*backward_reference(grad, grad_lse, q, k, v, out, lse, *o._replace(heads_first=False)))
+        return dq, dk, dv
     wide_grad, wide_q = _wide(grad), _wide(q)
     wide_k, wide_v = _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
@@ -168,7 +157,10 @@ def backward_reference(
 
 def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
     """The gradient of bias."""
-    o, heads = _Options(*options), q.shape[-2]
+    o = Options(*options)
+    if o.heads_first:
+        grad, q, k, v, out = rows_first(grad, q, k, v, out)
+    heads = q.shape[-2]
     assert o.bias is not None
     wide_q = _wide(q)
     total = wide_q.new_zeros(o.bias.shape)
@@ -179,27 +171,43 @@ def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
     return total.to(o.bias.dtype)
 
 
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+def rows_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``[batch, length, heads, head_dim]`` of ``[batch, heads, length, head_dim]``, and the other way round."""
+    return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def fake(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _lse_shape(q: Tensor, heads_first: bool) -> tuple[int, ...]:
+    return tuple(q.shape[:3]) if heads_first else (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def _empty_rows(like: Tensor, columns: int, heads_first: bool) -> Tensor:
+    """In memory a row's heads are neighbours, however dimensions are named."""
+    if not heads_first:
+        return like.new_empty(*like.shape[:-1], columns)
+    return like.new_empty(like.shape[0], like.shape[2], like.shape[1], columns).transpose(1, 2)
+
+
+def fake(q: Tensor, _k: Tensor, v: Tensor, heads_first: bool = False, *_: Any) -> tuple[Tensor, Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse_shape(q), dtype=lse)
+    return _empty_rows(q, v.shape[-1], heads_first), q.new_empty(_lse_shape(q, heads_first), dtype=lse)
 
 
-def backward_fake(_grad: Tensor, _grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def backward_fake(
+    _grad: Tensor, _grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, heads_first: bool = False, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_empty_rows(x, x.shape[-1], heads_first) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def bias_fake(*args: Any) -> Tensor:
-    bias: Tensor = args[7]
+    bias = Options(*args[7:]).bias
+    assert bias is not None
     return bias.new_empty(bias.shape)
 
 
 def check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any) -> None:
     check(q, k, v, *options)
-    shape_out, shape_lse = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
+    shape_out, shape_lse = (*q.shape[:-1], v.shape[-1]), _lse_shape(q, Options(*options).heads_first)
     for name, x, dtype, shape in (
         ("grad", grad, q.dtype, shape_out),
         ("out", out, q.dtype, shape_out),
@@ -210,13 +218,13 @@ def check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, l
             fail(f"{name} must be a {dtype} tensor of shape {list(shape)}, got {kind_of(x)} {list(getattr(x, 'shape', ()))}")
 
 
-def noting(reference: Any, why: Any, tensors: tuple[int, int], score_mod: int) -> Any:
+def noting(reference: Any, why: Callable[[Tensor, Tensor, int], str], q_at: int, options_at: int) -> Any:
     """A reference that stands in for kernels, and says so. The numbers are positions of arguments."""
 
     @functools.wraps(reference)
     def call(*args: Any) -> Any:
-        q, v = (args[position] for position in tensors)
-        if reason := why(q, v, *args[score_mod:]):
+        q = args[q_at]
+        if reason := why(q, args[q_at + 2], Options(*args[options_at:]).score_mod):
             loader.decline("attention", q.device.type, f"{reason}: plain PyTorch, in pieces")
         return reference(*args)
 

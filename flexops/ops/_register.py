@@ -144,7 +144,7 @@ def add_gradient(
         public[forward] = op
     library, below, refuse, called = _parts[op]
     known = op in _differentiable
-    _differentiable[op] = _function(op, forward, setup_context, backward)
+    _differentiable[op] = _function(op, below if forward is None else builtin(forward), forward is not None, setup_context, backward)
     apply = _applies[op] = apply_of(_differentiable[op])
     if not known:
         library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op), "Autograd")
@@ -229,23 +229,20 @@ def _autograd(op: Any, *args: Any) -> Any:
     return _below_autograd(builtin(op), *args)
 
 
-def _function(op: Any, below: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+def _function(
+    op: Any, below: Callable[..., Any], more: bool, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """``below`` computes the results, with ``more`` behind them what is only kept."""
     count = len(schema_of(op).returns)
     shown = 0 if count == 1 else slice(count)
-    native, is_below = builtin(op if below is None else below), below is not None
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
-            if is_below:
-                results = native(*args)
-                setup_context(ctx, args, results)
-                return results[shown]
-            with below_autograd():
-                results = native(*args)
+            results = below(*args)
             setup_context(ctx, args, results)
-            return results
+            return results[shown] if more else results
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -388,13 +385,17 @@ def _checked(refuse: Callable[..., None], function: Callable[..., Any]) -> Calla
     return checked
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    references_only = False
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def references_only() -> Iterator[None]:
     """On this thread, inside, no native library is looked for: what is not loaded runs as plain PyTorch."""
-    before, _thread.references_only = getattr(_thread, "references_only", False), True
+    before, _thread.references_only = _thread.references_only, True
     try:
         yield
     finally:
@@ -403,7 +404,7 @@ def references_only() -> Iterator[None]:
 
 def has_native(family: str, device: str) -> bool:
     """Whether a call may count on native kernels: they are loaded if they can be had, but not inside of :func:`references_only`."""
-    return not getattr(_thread, "references_only", False) and loader.ensure(family, device)
+    return not _thread.references_only and loader.ensure(family, device)
 
 
 def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
-from ._attention_checks import HALVES, autocast, check, declined, declined_backward, fail, longest_of, window_of
-from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference
+from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, declined, declined_backward, fail, longest_of, window_of
+from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference, rows_first
 from ._difference import difference
 from ._register import caller, define
 from ._score_mod import ScoreMod as ScoreMod
@@ -89,80 +89,125 @@ def attention(
     """
     q, k, v = autocast(q, k, v)
     left, right = (-1, -1) if window is None else window_of(window)
-    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in HALVES:
-        alibi_slopes = alibi_slopes.float()
-    if sinks is not None and isinstance(sinks, Tensor) and sinks.dtype in HALVES:
-        sinks = sinks.float()
-    longest = (0, 0)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        longest = longest_of(cu_seqlens_q, max_seqlen_q), longest_of(cu_seqlens_k, max_seqlen_k)
-    elif max_seqlen_q is not None or max_seqlen_k is not None:
-        fail("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k, got none")
     number = 0
     if score_mod is not None:
-        modifier = score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
         if bias is not None or softcap or alibi_slopes is not None:
             fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
-        number, bias = modifier.number, modifier.words(q.device)
-    call = _composed if declined(q, v, number) else by_kernels
-    out, lse = call(
-        q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, *longest, scale, left, 0 if causal else right, float(softcap),
-        deterministic or torch.are_deterministic_algorithms_enabled(), number,
-    )  # fmt: skip
+        number, bias = _modifier(score_mod, q.device)
+    options = usual_options(False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias)
+    given = alibi_slopes is not None or sinks is not None
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None
+    if number or softcap or given or packed:
+        packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = (*Options(*options)[:_RARE], float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
+    out, lse = (_composed if declined(q, v, number) else by_kernels)(q, k, v, *options)
     return (out, lse) if return_lse else out
+
+
+# ---- what the operators are told, from what people say -----------------------------------------------------------------------------------------
+
+_RARE = Options._fields.index("softcap")
+
+
+def usual_options(heads_first: bool, right: int, left: int, scale: float | None, deterministic: bool, bias: Tensor | None) -> tuple[Any, ...]:
+    """The operators' arguments behind q, k and v, less what is the default at their end."""
+    if bias is not None:
+        return heads_first, right, left, scale, deterministic, bias
+    if deterministic or scale is not None or left != -1:
+        return heads_first, right, left, scale, deterministic
+    return heads_first, right
+
+
+def _packing(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[Any, ...]:
+    """The same, with lengths for those that were left out."""
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return cu_seqlens_q, cu_seqlens_k, longest_of(cu_seqlens_q, max_seqlen_q), longest_of(cu_seqlens_k, max_seqlen_k)
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        fail("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k, got none")
+    return cu_seqlens_q, cu_seqlens_k, 0, 0
+
+
+def _in_float32(of_heads: Tensor | None) -> Tensor | None:
+    return of_heads.float() if isinstance(of_heads, Tensor) and of_heads.dtype in HALVES else of_heads
+
+
+def _modifier(score_mod: Callable[..., Any] | str | ScoreMod, device: torch.device) -> tuple[int, Tensor | None]:
+    """The number of a score modifier, and what it looks things up in."""
+    modifier = score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
+    return modifier.number, modifier.words(device)
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------------------------------
 
 
 def _keep(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, alibi, sinks, cu_q, cu_k, *options = args
-    if ctx.needs_input_grad[4]:
+    if len(args) <= _BIAS:  # no tensors among the options
+        ctx.save_for_backward(*args[:3], *results)
+        ctx.options = args[3:]
+        return
+    if len(args) > _ALIBI and ctx.needs_input_grad[_ALIBI]:
         fail("alibi_slopes must not require a gradient: there is none for them")
-    ctx.save_for_backward(q, k, v, *results, bias, alibi, sinks, cu_q, cu_k)
-    ctx.options = options
+    options = Options(*args[3:])
+    ctx.save_for_backward(*args[:3], *results, *_tensors_of(options))
+    ctx.options = _with_tensors(options, *[None] * 5)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, bias, alibi, sinks, *cumulative = ctx.saved_tensors
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    options = _with_tensors(ctx.options, *tensors) if tensors else ctx.options
     needs = ctx.needs_input_grad
     grad = torch.zeros_like(out) if grad is None else grad
-    arguments = (grad, grad_lse, q, k, v, out, lse, bias, alibi, sinks, *cumulative, *ctx.options)
+    arguments = (grad, grad_lse, q, k, v, out, lse, *options)
     gradients: list[Tensor | None] = [None] * len(needs)
     if needs[0] or needs[1] or needs[2]:
-        composed = declined(q, v, *ctx.options[7:]) or declined_backward(q, v)
+        composed = declined(q, v, *options[-1:] if tensors else ()) or declined_backward(q, v)
         dq, dk, dv = (_backward_composed if composed else _backward_by_kernels)(*arguments)
         gradients[:3] = dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
-    if needs[3]:
-        gradients[3] = torch.ops.flexops.attention_bias_backward(*arguments)
-    if needs[5]:
-        lse = lse if lse.dim() == 3 else lse[None]
-        of_rows = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta_of(grad, grad_lse, out)
-        gradients[5] = -of_rows.sum((0, 2)).to(sinks.dtype)
+    if tensors and needs[_BIAS]:
+        gradients[_BIAS] = torch.ops.flexops.attention_bias_backward(*arguments)
+    if tensors and len(needs) > _SINKS and needs[_SINKS]:
+        gradients[_SINKS] = _gradient_of_sinks(grad, grad_lse, out, lse, options)
     return tuple(gradients)
 
 
-_OPTIONS = (
-    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float? scale, "
-    "int window_left, int window_right, float softcap, bool deterministic, int score_mod=0"
-)
+_BIAS, _ALIBI, _SINKS = (3 + Options._fields.index(name) for name in ("bias", "alibi_slopes", "sinks"))  # positions of arguments
+
+
+def _tensors_of(o: Options) -> tuple[Tensor | None, ...]:
+    return o.bias, o.alibi_slopes, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k
+
+
+def _with_tensors(options: Options, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> Options:
+    return options._replace(bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+
+
+def _gradient_of_sinks(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, options: Options) -> Tensor:
+    if options.heads_first:
+        grad, out = rows_first(grad, out)
+    assert options.sinks is not None
+    lse = lse if lse.dim() == 3 else lse[None]
+    of_rows = torch.exp(options.sinks.to(lse.dtype)[:, None] - lse) * delta_of(grad, grad_lse, out)
+    return -of_rows.sum((0, 2)).to(options.sinks.dtype)
+
+
 _RESULTS = "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
-for _name, _instead, _is_native in (("attention", reference, True), ("attention_composed", noting(reference, declined, (0, 2), 15), False)):
+for _name, _instead, _is_native in (("attention", reference, True), ("attention_composed", noting(reference, declined, 0, 3), False)):
     define(
         "attention",
-        f"{_name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+        f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
         _instead,
         fake,
         check=check,
         setup_context=_keep,
         backward=_backward,
         native=_is_native,
+        plain=_is_native,
         function="attention",
     )
 define(
     "attention",
-    f"attention_backward({_RESULTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
     backward_reference,
     backward_fake,
     check=check_backward,
@@ -170,8 +215,8 @@ define(
 )
 define(
     "attention",
-    f"attention_composed_backward({_RESULTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    noting(backward_reference, lambda q, v, *mod: declined(q, v, *mod) or declined_backward(q, v), (2, 4), 19),
+    f"attention_composed_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    noting(backward_reference, lambda q, v, mod: declined(q, v, mod) or declined_backward(q, v), 2, 7),
     backward_fake,
     check=check_backward,
     native=False,
@@ -179,7 +224,7 @@ define(
 )
 define(
     "attention",
-    f"attention_bias_backward({_RESULTS}, {_OPTIONS}) -> Tensor",
+    f"attention_bias_backward({_RESULTS}, {SCHEMA}) -> Tensor",
     bias_reference,
     bias_fake,
     check=check_backward,
@@ -187,7 +232,7 @@ define(
     function="attention",
 )
 
-# With all arguments of the operators, in their order.
+# With arguments of the operators, in their order; those behind the last one that matters may be left out.
 by_kernels = caller(torch.ops.flexops.attention.default)
 _composed = caller(torch.ops.flexops.attention_composed.default)
 _backward_by_kernels = builtin(torch.ops.flexops.attention_backward.default)
@@ -197,13 +242,14 @@ _backward_composed = builtin(torch.ops.flexops.attention_composed_backward.defau
 # ---- operations, for torch's counter -------------------------------------------------------------------------------------------------------
 
 
-def _flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_: Any) -> int:
+def _flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> int:
     """Two products, as torch counts its own: what a mask leaves out is not taken off. Of packed sequences as if all were as long as the longest."""
-    packed, batch = q.dim() == 3, q.shape[0]
-    queries, keys = q.shape[-3], k.shape[-3]
-    if packed and options[3] is not None:
-        batch, queries, keys = options[3].shape[0] - 1, options[5], options[6]
-    count: int = 2 * batch * q.shape[-2] * queries * keys * (q.shape[-1] + v.shape[-1])
+    named.pop("out_val", None)
+    o, batch = Options(*given, **named), q.shape[0]
+    (queries, heads), keys = (q.shape[2:0:-1], k.shape[2]) if o.heads_first else (q.shape[-3:-1], k.shape[-3])
+    if o.cu_seqlens_q is not None:
+        batch, queries, keys = o.cu_seqlens_q.shape[0] - 1, o.max_seqlen_q, o.max_seqlen_k
+    count: int = 2 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1])
     return count
 
 
@@ -237,7 +283,7 @@ def self_check(device: str) -> float:
     expected: list[Tensor] = []
     with torch.no_grad():
         for left, right, softcap in ((-1, -1, 0.0), (20, 0, 15.0)):
-            options = (None, None, None, None, None, 0, 0, None, left, right, softcap, True)
+            options = (False, right, left, None, True, None, softcap)
             out, lse = reference(q, k, v, *options)
             expected += [out, lse, *backward_reference(grad, None, q, k, v, out, lse, *options)]
             actual += [*by_kernels(q, k, v, *options), *torch.ops.flexops.attention_backward(grad, None, q, k, v, out, lse, *options)]

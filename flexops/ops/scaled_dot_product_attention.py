@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import compiler, is_compiling
 from ..op_builder import loader
 from ._attention_checks import FLOATS, autocast, declined
 from ._register import has_native
-from .attention import by_kernels
+from .attention import by_kernels, usual_options
 
 
 def scaled_dot_product_attention(
@@ -37,9 +38,8 @@ def scaled_dot_product_attention(
     Returns:
         ``[batch, heads, length, head_dim]``, a transposed view as torch's flash backend gives.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"flexops.scaled_dot_product_attention: {name} must be a tensor, got {type(x).__name__}")
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _fail_without_tensors(query=query, key=key, value=value)  # type: ignore[unreachable]
     if why := _torchs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if not torch.compiler.is_compiling() and why != "meant":
             loader.decline("attention", query.device.type, f"{why}: torch's scaled_dot_product_attention")
@@ -52,28 +52,37 @@ def scaled_dot_product_attention(
         if queries < keys:
             key, value = key[:, :, :queries], value[:, :, :queries]
         right = max(queries - keys, 0)
-    tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask
-    out: Tensor = by_kernels(*tensors, None, None, None, None, 0, 0, scale, -1, right, 0.0, torch.are_deterministic_algorithms_enabled(), 0)[0]
-    return out.transpose(1, 2)
+    out: Tensor = by_kernels(query, key, value, *usual_options(True, right, -1, scale, torch.are_deterministic_algorithms_enabled(), attn_mask))[0]
+    return out
+
+
+def _fail_without_tensors(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"flexops.scaled_dot_product_attention: {name} must be a tensor, got {type(x).__name__}")
 
 
 def _torchs(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> str:
     """Why torch's own attention is called; "" if it is not, "meant" if that is nothing to report."""
     of_q, of_k, of_v, dtype = query.shape, key.shape, value.shape, query.dtype
-    if dropout_p != 0.0 or not len(of_q) == len(of_k) == len(of_v) == 4 or (mask is not None and is_causal):
+    if dropout_p != 0.0 or len(of_q) != 4 or (mask is not None and is_causal) or not (of_q == of_k == of_v or _go_together(of_q, of_k, of_v, enable_gqa)):
         return "meant"  # torch's to compute, or to refuse
-    (batch, heads, _, columns), (batch_k, key_heads, keys, columns_k) = of_q, of_k
-    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
-        return "meant"
     if dtype != key.dtype or dtype != value.dtype or dtype not in FLOATS:
-        return "meant"
-    if batch != batch_k or columns != columns_k or batch_k != of_v[0] or key_heads != of_v[1] or keys != of_v[2]:
         return "meant"
     if mask is not None and (mask.dtype not in (torch.bool, dtype) or (mask.requires_grad and torch.is_grad_enabled())):
         return "meant"
     if why := declined(query, value):
         return why
-    device = query.device.type
-    if torch.compiler.is_compiling() or device == "meta" or has_native("attention", device):
+    device = "cuda" if query.is_cuda else "cpu" if query.is_cpu else query.device.type
+    if is_compiling() or compiler._is_compiling_flag or device == "meta" or has_native("attention", device):
         return ""
     return "meant"  # the family's own status says why
+
+
+def _go_together(of_q: torch.Size, of_k: torch.Size, of_v: torch.Size, enable_gqa: bool) -> bool:
+    """Whether these are shapes of four dimensions, not all of them the same, that kernels take."""
+    if not len(of_k) == len(of_v) == 4:
+        return False
+    (batch, heads, _, columns), (batch_k, key_heads, _, columns_k) = of_q, of_k
+    grouped = enable_gqa and key_heads > 0 and heads % key_heads == 0
+    return batch == batch_k and columns == columns_k and of_k[:3] == of_v[:3] and (heads == key_heads or grouped)

@@ -429,3 +429,22 @@ def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_self_check() -> None:
     assert attention_module.self_check("cpu") < 1e-5
+
+
+@pytest.mark.parametrize(("queries", "keys", "options"), [(5, 5, (0,)), (3, 7, (2, 1, 0.5, True))])
+def test_the_operator_takes_heads_first(queries: int, keys: int, options: tuple[Any, ...]) -> None:
+    """What torch's arguments are handed on as: no tensor is transposed, results lie in memory as with rows first, and gradients do."""
+    rows = [torch.randn(2, length, heads, 8, dtype=torch.float32, requires_grad=True) for length, heads in ((queries, 4), (keys, 2), (keys, 2))]
+    heads = [x.detach().transpose(1, 2).requires_grad_() for x in rows]
+    op = torch.ops.flexops.attention.default
+    expected, expected_lse = op(*rows, False, *options)
+    out, lse = op(*heads, True, *options)
+    grad = torch.randn_like(expected)
+    gradients, wanted = torch.autograd.grad(out, heads, grad.transpose(1, 2)), torch.autograd.grad(expected, rows, grad)
+    for actual, correct in zip((out, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(actual.transpose(1, 2), correct, rtol=0, atol=0)
+        assert actual.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
+    torch.library.opcheck(op, (*heads, True, *options))
+    with torch.no_grad():
+        torch.testing.assert_close(attention_module.reference(*heads, True, *options), (out, lse))
