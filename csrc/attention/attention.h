@@ -20,7 +20,7 @@ struct AttentionTensor {
 /// What both directions have in common. Query i of a sequence sees key j if i + offset - window_left <= j <= i + offset + window_right,
 /// with offset = the sequence's keys - its queries. A row that sees nothing has zeros in O, -inf in LSE, and zero gradients.
 struct Attention {
-  ElementType type;                          // of q, k, v, o and their gradients
+  ElementType type;                            // of q, k, v, o and their gradients
   int64_t batch, heads_q, heads_k;             // heads_q is a multiple of heads_k; packed: batch is the number of sequences
   int64_t length_q, length_k;                  // packed: of the longest
   int64_t rows_q, rows_k;                      // of the tensors: lengths, or, packed, all tokens

@@ -17,7 +17,6 @@
 #pragma once
 
 #include "common/divisor.cuh"
-#include "common/halves.cuh"
 #include "common/held.cuh"
 #include "common/rows.cuh"
 
@@ -25,19 +24,11 @@ namespace flexops::softmax {
 
 using namespace flexops::rows;
 
-// Tuned on one H200; a -D of the same name overrides them (scripts that search do so).
-#if !defined(FLEXOPS_SOFTMAX_THREADS)
-#define FLEXOPS_SOFTMAX_THREADS 64
-#endif
-#if !defined(FLEXOPS_SOFTMAX_LOAD)  // not streaming: such lines find little room in caches that other kernels filled with ordinary ones
-#define FLEXOPS_SOFTMAX_LOAD Cache::normal
-#endif
-#if !defined(FLEXOPS_SOFTMAX_STORE)
-#define FLEXOPS_SOFTMAX_STORE Cache::streaming
-#endif
-
-inline constexpr int kThreads = FLEXOPS_SOFTMAX_THREADS;  // a block's, where a warp or less holds a row
-inline constexpr Cache kRead = FLEXOPS_SOFTMAX_LOAD, kWrite = FLEXOPS_SOFTMAX_STORE;
+// Tuned on one H200.
+inline constexpr int kThreads = 64;  // a block's, where a warp or less holds a row
+inline constexpr Cache kWrite = Cache::streaming;
+// Not streaming: such lines find little room in caches that other kernels filled with ordinary ones.
+inline constexpr Cache kRead = Cache::normal;
 inline constexpr int kMaskDims = 8;
 
 inline constexpr int kMostThreads = 1024;
@@ -129,25 +120,41 @@ FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, fl
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
+// Both types of 16 bits share a kernel, bf16's: `is_f16`, the same for the whole grid, tells which it is where it matters.
+
+/// A vector's elements as floats.
+template <typename T>
+FLEXOPS_DEVICE void widen(float* out, const Packed& in, bool is_f16 = false) {
+  if (!kIsFloat<T> && is_f16) {
+    rows::widen<f16>(out, in);
+  } else {
+    rows::widen<T>(out, in);
+  }
+}
+template <typename T>
+FLEXOPS_DEVICE Packed narrow(const float* in, bool is_f16 = false) {
+  return !kIsFloat<T> && is_f16 ? packed<f16>(in) : packed<T>(in);
+}
+
 // 16-bit results take exponentials to base 2, with this factor. float32 has e's own, to its last bits.
 inline constexpr float kLog2e = 1.44269504088896341f;
 
-template <Type type>
-inline constexpr float kUnit = type == kF32 ? 1.0f : kLog2e;
+template <typename T>
+inline constexpr float kUnit = kIsFloat<T> ? 1.0f : kLog2e;
 
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE float power(float value) {
-  return type == kF32 ? expf(value) : quick_exp2(value);
+  return kIsFloat<T> ? expf(value) : quick_exp2(value);
 }
 
 /// -inf, of a row without anything, becomes 0: its elements' powers are 0 then, and not NaN.
 FLEXOPS_DEVICE float settle(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
 
 /// value / sum; in float32, where `inverse` is its reciprocal, to the last bit.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE float divide(float value, float sum, float inverse) {
   const float quotient = value * inverse;
-  if constexpr (type != kF32) return quotient;
+  if constexpr (!kIsFloat<T>) return quotient;
   return __fmaf_rn(__fmaf_rn(-quotient, sum, value), inverse, quotient);
 }
 
@@ -159,11 +166,11 @@ FLEXOPS_DEVICE float find_top(float maximum, float scale) {
 }
 
 /// The difference comes first: the scale may be rounded off huge scores, which masks often are, but not off what they differ by.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale, float top) {
-  widen<type>(powers, scores, is_f16);
+  widen<T>(powers, scores, is_f16);
 #pragma unroll
-  for (int i = 0; i < kVector<type>; ++i) powers[i] = power<type>((powers[i] - top) * scale);
+  for (int i = 0; i < kPerVector<T>; ++i) powers[i] = power<T>((powers[i] - top) * scale);
 }
 
 /// Keeps the compiler from knowing what a number was: it would keep what it computed from that.
@@ -176,32 +183,32 @@ FLEXOPS_DEVICE void forget(float& number) {
 }
 
 /// Exponents outside of the row become -inf.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void limit_exponents(float* s, int at, int length) {
-  if (at >= 0 && at + kVector<type> <= length) return;
+  if (at >= 0 && at + kPerVector<T> <= length) return;
 #pragma unroll
-  for (int i = 0; i < kVector<type>; ++i) s[i] = is_inside(at + i, length) ? s[i] : -infinity();
+  for (int i = 0; i < kPerVector<T>; ++i) s[i] = is_inside(at + i, length) ? s[i] : -infinity();
 }
 
 /// Writes powers / sum, and zeros beyond `length`.
-template <Type type>
-FLEXOPS_DEVICE void store_results(Element<type>* out, float* powers, bool is_f16, float sum, float inverse, int at, int length, int end) {
+template <typename T>
+FLEXOPS_DEVICE void store_results(T* out, float* powers, bool is_f16, float sum, float inverse, int at, int length, int end) {
   Packed results = {{0, 0, 0, 0}};
   if (at < length) {
 #pragma unroll
-    for (int i = 0; i < kVector<type>; ++i) powers[i] = divide<type>(powers[i], sum, inverse);
-    results = narrow<type>(powers, is_f16);
-    limit_end<type>(results, at, length, 0);
+    for (int i = 0; i < kPerVector<T>; ++i) powers[i] = divide<T>(powers[i], sum, inverse);
+    results = narrow<T>(powers, is_f16);
+    limit_end<T>(results, at, length, 0);
   }
-  store_vector<type, kWrite>(out, at, end, results);
+  store_vector<T, kWrite>(out, at, end, results);
 }
 
 /// The greatest element of V vectors; NaN may count or not.
-template <Type type, int V>
+template <typename T, int V>
 FLEXOPS_DEVICE float highest_of(const Packed (&values)[V], bool is_f16) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
 #if FLEXOPS_HAS_MIN2
-  if constexpr (type != kF32) {  // two at a time
+  if constexpr (!kIsFloat<T>) {  // two at a time
     float s[N];
     Packed most = values[0];
     if (is_f16) {
@@ -211,14 +218,14 @@ FLEXOPS_DEVICE float highest_of(const Packed (&values)[V], bool is_f16) {
 #pragma unroll
       for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<bf16>(most.at[i % 4], values[i / 4].at[i % 4]);
     }
-    widen<type>(s, most, is_f16);
+    widen<T>(s, most, is_f16);
     return max_tree<N>(s);
   } else
 #endif
   {
     float s[V * N];
 #pragma unroll
-    for (int k = 0; k < V; ++k) widen<type>(s + k * N, values[k], is_f16);
+    for (int k = 0; k < V; ++k) widen<T>(s + k * N, values[k], is_f16);
     return max_tree<V * N>(s);
   }
 }

@@ -8,7 +8,6 @@
 
 namespace flexops {
 
-using SoftmaxType = ElementType;
 enum class SoftmaxMask : uint8_t { none, boolean, f32, f16, bf16 };
 
 constexpr int kSoftmaxDims = 8;
@@ -20,7 +19,7 @@ struct SoftmaxRows {
   float scale;
   bool causal;
   int64_t queries;  // causal: row r is query r % queries, which sees the first (r % queries) + 1 + length - queries elements
-  SoftmaxType type;
+  ElementType type;
   SoftmaxMask mask;
   int mask_step;  // elements from one column of the mask to the next: 0 or 1
   int mask_dims;

@@ -39,35 +39,34 @@ FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Mask kind, i
   }
 }
 
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kAddedHeld;
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = kAddedHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   i64 mask_at;
   const Place place = find_masked_place(p, mask_at);
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
-  const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
+  const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
   const int length = p.length;
   Packed raw[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     raw[k] = {{0, 0, 0, 0}};
-    if (first + k * step < length) raw[k] = load_vector<type, kRead>(x, first + k * step);
+    if (first + k * step < length) raw[k] = load_vector<T, kRead>(x, first + k * step);
   }
   float s[V * N], scores[N];
   const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == kAddF32 ? 4 : 2);
   read_added<N, V>(s, mask, p.mask_kind, first, step, length);
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    widen<type>(scores, raw[k], p.is_f16);
+    widen<T>(scores, raw[k], p.is_f16);
 #pragma unroll
     for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(scores[i], p.scale, s[k * N + i]);
-    limit_exponents<type>(s + k * N, first + k * step, length);
+    limit_exponents<T>(s + k * N, first + k * step, length);
   }
   const float maximum = settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
-  for (int i = 0; i < V * N; ++i) s[i] = power<type>((s[i] - maximum) * kUnit<type>);
+  for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
   const float sum = reduce_row<true>(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (!place.exists) return;
@@ -77,8 +76,8 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
     const int at = first + k * step;
     if (at >= length) break;
 #pragma unroll
-    for (int i = k * N; i < (k + 1) * N; ++i) s[i] = divide<type>(s[i], sum, inverse);
-    store_vector<type, kWrite>(out, at, length, narrow<type>(s + k * N, p.is_f16));
+    for (int i = k * N; i < (k + 1) * N; ++i) s[i] = divide<T>(s[i], sum, inverse);
+    store_vector<T, kWrite>(out, at, length, narrow<T>(s + k * N, p.is_f16));
   }
 }
 

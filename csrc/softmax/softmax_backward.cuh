@@ -12,10 +12,9 @@ inline constexpr int kWholeThreads = 512;  // a block's, of several rows: memory
 
 /// out = scale * y * (grad - sum(grad * y)) for the most usual rows: of whole vectors, with nothing left out, more than a warp's;
 /// blockDim.y of them in a block.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kWholeThreads, 2) softmax_backward_whole(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kWholeHeld;
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = kWholeHeld;
   __shared__ float sums[kWholeThreads / kNarrowWarp];
   const i64 row = static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y;
   const T* y = static_cast<const T*>(p.x) + row * p.stride;
@@ -27,15 +26,15 @@ __global__ void __launch_bounds__(kWholeThreads, 2) softmax_backward_whole(const
   for (int k = 0; k < V; ++k) {
     ys[k] = grads[k] = {{0, 0, 0, 0}};
     if (first + k * step < p.length) {
-      ys[k] = load_vector<type, kRead>(y, first + k * step);
-      grads[k] = load_vector<type, kRead>(grad, first + k * step);
+      ys[k] = load_vector<T, kRead>(y, first + k * step);
+      grads[k] = load_vector<T, kRead>(grad, first + k * step);
     }
   }
   float a[V * N], b[V * N], products[N], sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    widen<type>(a + k * N, ys[k], p.is_f16);
-    widen<type>(b + k * N, grads[k], p.is_f16);
+    widen<T>(a + k * N, ys[k], p.is_f16);
+    widen<T>(b + k * N, grads[k], p.is_f16);
 #pragma unroll
     for (int i = 0; i < N; ++i) products[i] = a[k * N + i] * b[k * N + i];
     sum += sum_tree<N>(products);
@@ -46,22 +45,21 @@ __global__ void __launch_bounds__(kWholeThreads, 2) softmax_backward_whole(const
     if (first + k * step >= p.length) break;
 #pragma unroll
     for (int i = k * N; i < (k + 1) * N; ++i) a[i] = p.scale * a[i] * (b[i] - sum);
-    store<kWrite>(reinterpret_cast<Packed*>(out + first + k * step), narrow<type>(a + k * N, p.is_f16));
+    store<kWrite>(reinterpret_cast<Packed*>(out + first + k * step), narrow<T>(a + k * N, p.is_f16));
   }
 }
 
 /// The same for any rows. A row is one chunk, which stays in registers; or several, which are read twice. A kernel for each
 /// type: one for both of 16 bits is 2 to 4 % slower.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kMostThreads) softmax_backward_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kBackwardHeld;
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = kBackwardHeld;
   __shared__ float sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
   const T* y = static_cast<const T*>(p.x) + place.row * p.stride;
   const T* grad = static_cast<const T*>(p.grad) + place.row * p.grad_stride;
   T* out = static_cast<T*>(p.out) + place.row * p.length;
-  const int first = place.lane * N - head_of<type>(y), step = p.lanes * N, length = visible(p, place.row);
+  const int first = place.lane * N - head_of<T>(y), step = p.lanes * N, length = visible(p, place.row);
   Packed ys[V], grads[V];
   float sum = 0.0f, a[N], b[N];
 #pragma unroll 1
@@ -76,8 +74,8 @@ __global__ void __launch_bounds__(kMostThreads) softmax_backward_rows(const FLEX
       for (int k = 0; k < V; ++k) {
         ys[k] = grads[k] = {{0, 0, 0, 0}};
         if (from + k * step < length) {
-          ys[k] = load_vector<type, kRead>(y, from + k * step);
-          grads[k] = load_vector<type, kRead>(grad, from + k * step);
+          ys[k] = load_vector<T, kRead>(y, from + k * step);
+          grads[k] = load_vector<T, kRead>(grad, from + k * step);
         }
       }
     }
@@ -87,20 +85,20 @@ __global__ void __launch_bounds__(kMostThreads) softmax_backward_rows(const FLEX
       if (at >= (writes ? p.length : length)) break;
       Packed results = {{0, 0, 0, 0}};
       if (at < length) {
-        limit<type>(ys[k], at, length, 0);
-        limit<type>(grads[k], at, length, 0);
-        widen<type>(a, ys[k]);
-        widen<type>(b, grads[k]);
+        limit<T>(ys[k], at, length, 0);
+        limit<T>(grads[k], at, length, 0);
+        widen<T>(a, ys[k]);
+        widen<T>(b, grads[k]);
 #pragma unroll
         for (int i = 0; i < N; ++i) a[i] = writes ? p.scale * a[i] * (b[i] - sum) : a[i] * b[i];
         if (writes) {
-          results = narrow<type>(a);
-          limit<type>(results, at, length, 0);
+          results = narrow<T>(a);
+          limit<T>(results, at, length, 0);
         } else {
           sum += sum_tree<N>(a);
         }
       }
-      if (writes) store_vector<type, kWrite>(out, at, p.length, results);
+      if (writes) store_vector<T, kWrite>(out, at, p.length, results);
     }
   }
 }

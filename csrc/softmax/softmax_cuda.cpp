@@ -17,18 +17,18 @@ struct RowsKernel {
   int held, most;
 };
 
-template <softmax::Type type, bool kMasked>
+template <typename T, bool kMasked>
 RowsKernel rows_kernel() {
-  return {kernel<softmax::softmax_rows<type, kMasked>>, softmax::kHeld<type, kMasked>, softmax::kMostOfRows<type, kMasked>};
+  return {kernel<softmax::softmax_rows<T, kMasked>>, softmax::kHeld<T>, softmax::kMostOfRows<T, kMasked>};
 }
 
 template <bool kMasked>
-RowsKernel rows_kernel(SoftmaxType type) {
-  return type == SoftmaxType::f32 ? rows_kernel<softmax::kF32, true>() : rows_kernel<softmax::kHalf, kMasked>();
+RowsKernel rows_kernel(ElementType type) {
+  return type == ElementType::f32 ? rows_kernel<float, true>() : rows_kernel<bf16, kMasked>();
 }
 
 /// Whether softmax_added takes this mask: it adds, and each of its rows lies as those of scores do that it is for.
-bool takes_added(const Params& p, SoftmaxType type) {
+bool takes_added(const Params& p, ElementType type) {
   if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || reinterpret_cast<uintptr_t>(p.mask) % 16 != 0) return false;
   int64_t row = 1;
   for (int d = 0; d < p.mask_dims; row *= p.mask_sizes[d].by, ++d)
@@ -61,18 +61,18 @@ void spread(Params& p, Grid& grid) {
 }
 
 /// The kernel for either type of 16 bits, or for float32.
-const KernelOf<Params>& of_type(SoftmaxType type, const KernelOf<Params>& f32, const KernelOf<Params>& half) {
-  return type == SoftmaxType::f32 ? f32 : half;
+const KernelOf<Params>& of_type(ElementType type, const KernelOf<Params>& f32, const KernelOf<Params>& half) {
+  return type == ElementType::f32 ? f32 : half;
 }
-#define FLEXOPS_OF_TYPE(type, which, name) of_type(type, which<softmax::name<softmax::kF32>>, which<softmax::name<softmax::kHalf>>)
+#define FLEXOPS_OF_TYPE(type, which, name) of_type(type, which<softmax::name<float>>, which<softmax::name<bf16>>)
 
 /// For rows that are too long for a block to hold.
-const char* softmax_long(Params& p, SoftmaxType type, void* stream) {
+const char* softmax_long(Params& p, ElementType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kLongHeld, softmax::kMostThreads);
   return launch(FLEXOPS_OF_TYPE(type, kernel, softmax_long), p, grid, stream);
 }
 
-const char* softmax_long_masked(Params& p, SoftmaxType type, void* stream) {
+const char* softmax_long_masked(Params& p, ElementType type, void* stream) {
   const Grid grid = make_grid(p, type, softmax::kMaskedLongHeld, softmax::kMostThreads);
   return launch(FLEXOPS_OF_TYPE(type, rare_kernel, softmax_long_masked), p, grid, stream);
 }
@@ -89,7 +89,7 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
     p.mask_dims = rows.mask_dims;
     for (int d = 0; d < rows.mask_dims; ++d) p.mask_sizes[d] = make_size(rows.mask_sizes[d]), p.mask_strides[d] = rows.mask_strides[d];
   }
-  const bool f32 = rows.type == SoftmaxType::f32, masked = p.mask_kind == softmax::kBoolean;
+  const bool f32 = rows.type == ElementType::f32, masked = p.mask_kind == softmax::kBoolean;
   if ((masked || p.mask_kind == softmax::kNoMask) && (p.scale > 0.0f || p.scale < 0.0f)) {
     const RowsKernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
     Params positive = p;

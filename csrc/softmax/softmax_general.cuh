@@ -63,10 +63,10 @@ FLEXOPS_DEVICE void load_words(u32 (&out)[W], const char* row, i64 from, i64 siz
   }
 }
 
-/// Lets the mask act on elements [at, at + kVector) of a row of `length`, one of which is in it.
-template <Type type>
+/// Lets the mask act on elements [at, at + kPerVector) of a row of `length`, one of which is in it.
+template <typename T>
 FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
   const bool inside = at >= 0 && at + N <= length;
   const i64 from = at, size = length;
   if (m.kind == kBoolean) {
@@ -87,14 +87,14 @@ FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
   }
 }
 
-/// Elements [at, at + kVector) as exponents: scaled, masked, -inf where they take no part.
-template <Type type>
+/// Elements [at, at + kPerVector) as exponents: scaled, masked, -inf where they take no part.
+template <typename T>
 FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, float scale, const MaskRow& m, int at, int length) {
-  constexpr int N = kVector<type>;
-  widen<type>(s, raw, is_f16);
+  constexpr int N = kPerVector<T>;
+  widen<T>(s, raw, is_f16);
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(s[i], scale, m.bias);
-  if (m.row != nullptr && at < length) apply_mask<type>(s, m, at, length);
+  if (m.row != nullptr && at < length) apply_mask<T>(s, m, at, length);
   if (at < 0 || at + N > length) {
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = is_inside(at + i, length) ? s[i] : -infinity();
@@ -102,49 +102,47 @@ FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, flo
 }
 
 /// Rows of up to lanes * kGeneralHeld vectors.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kGeneralHeld;
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = kGeneralHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
   int length = visible(p, place.row);
   Packed raw[V];
-  const int first = place.lane * N - head_of<type>(x), step = p.lanes * N;
+  const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     raw[k] = {{0, 0, 0, 0}};
-    if (first + k * step < length) raw[k] = load_vector<type, kRead>(x, first + k * step);
+    if (first + k * step < length) raw[k] = load_vector<T, kRead>(x, first + k * step);
   }
   const MaskRow mask = find_mask(p, place.row, length);
   float s[V * N];
 #pragma unroll
-  for (int k = 0; k < V; ++k) make_exponents<type>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
+  for (int k = 0; k < V; ++k) make_exponents<T>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
   const float maximum = settle(reduce_row(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
-  for (int i = 0; i < V * N; ++i) s[i] = power<type>((s[i] - maximum) * kUnit<type>);
+  for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
   const float sum = reduce_row(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (!place.exists) return;
   T* out = static_cast<T*>(p.out) + place.row * p.length;
 #pragma unroll
   for (int k = 0; k < V; ++k)
-    if (first + k * step < p.length) store_results<type>(out, s + k * N, p.is_f16, sum, inverse, first + k * step, length, p.length);
+    if (first + k * step < p.length) store_results<T>(out, s + k * N, p.is_f16, sum, inverse, first + k * step, length, p.length);
 }
 
 /// Rows of any length, a block each; read twice if they are longer than its threads hold, as in softmax_long.
-template <Type type>
+template <typename T>
 __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kVector<type>, V = kMaskedLongHeld;
-  using T = Element<type>;
+  constexpr int N = kPerVector<T>, V = kMaskedLongHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const i64 row = blockIdx.x;
   const T* x = static_cast<const T*>(p.x) + row * p.stride;
   T* out = static_cast<T*>(p.out) + row * p.length;
   int length = visible(p, row);
   const MaskRow mask = find_mask(p, row, length);
-  const int first = static_cast<int>(threadIdx.x) * N - head_of<type>(x), step = p.lanes * N;
+  const int first = static_cast<int>(threadIdx.x) * N - head_of<T>(x), step = p.lanes * N;
   float maximum = -infinity(), sum = 0.0f, inverse = 0.0f, s[N];
   Packed raw[V];
 #pragma unroll 1
@@ -153,13 +151,13 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
     const int from = first + (writes ? 2 * p.chunks - 1 - turn : turn) * V * step;
     if (turn == p.chunks) {
       const float top = settle(reduce_row(maximum, Max{}, -infinity(), p.lanes, maxima));
-      sum = reduce_row(sum * power<type>((maximum - top) * kUnit<type>), Sum{}, 0.0f, p.lanes, sums);
+      sum = reduce_row(sum * power<T>((maximum - top) * kUnit<T>), Sum{}, 0.0f, p.lanes, sums);
       maximum = top, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     } else {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         raw[k] = {{0, 0, 0, 0}};
-        if (from + k * step < length) raw[k] = load_vector<type, kRead>(x, from + k * step);
+        if (from + k * step < length) raw[k] = load_vector<T, kRead>(x, from + k * step);
       }
     }
 #pragma unroll 1
@@ -167,14 +165,14 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
       const Packed vector = next(raw);  // in turn, because code for each of them is much to compile
       const int at = from + k * step;
       if (at >= (writes ? p.length : length)) continue;
-      make_exponents<type>(s, vector, p.is_f16, p.scale, mask, at, length);
+      make_exponents<T>(s, vector, p.is_f16, p.scale, mask, at, length);
       const float highest = writes ? maximum : fmaxf(maximum, max_tree<N>(s)), base = settle(highest);
 #pragma unroll
-      for (int i = 0; i < N; ++i) s[i] = power<type>((s[i] - base) * kUnit<type>);
+      for (int i = 0; i < N; ++i) s[i] = power<T>((s[i] - base) * kUnit<T>);
       if (writes) {
-        store_results<type>(out, s, p.is_f16, sum, inverse, at, length, p.length);
+        store_results<T>(out, s, p.is_f16, sum, inverse, at, length, p.length);
       } else {
-        sum = sum * power<type>((maximum - base) * kUnit<type>) + sum_tree<N>(s);
+        sum = sum * power<T>((maximum - base) * kUnit<T>) + sum_tree<N>(s);
         maximum = highest;
       }
     }

@@ -17,9 +17,9 @@ softmax::Size make_size(int64_t by) {
 }
 
 /// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
-bool is_large(const SoftmaxRows& rows) { return rows.rows * rows.length * (rows.type == SoftmaxType::f32 ? 4 : 2) >= int64_t{1} << 24; }
+bool is_large(const SoftmaxRows& rows) { return rows.rows * rows.length * element_size(rows.type) >= int64_t{1} << 24; }
 
-int64_t vector_elements(SoftmaxType type) { return type == SoftmaxType::f32 ? 4 : 8; }
+int64_t vector_elements(ElementType type) { return 16 / element_size(type); }
 
 Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   Params p;
@@ -30,8 +30,8 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   p.mask_dims = p.mask_step = 0;
   p.mask_kind = softmax::kNoMask;
   p.gridded = false;
-  p.is_f16 = rows.type == SoftmaxType::f16;
-  p.lowest = rows.type == SoftmaxType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;
+  p.is_f16 = rows.type == ElementType::f16;
+  p.lowest = rows.type == ElementType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;
   p.scale = rows.scale, p.flip = 0, p.lasting = is_large(rows);
   return p;
 }
@@ -43,7 +43,7 @@ struct Grid {
 };
 
 /// The grid, if a thread can hold `held` vectors of a row and a block has up to `most` threads.
-Grid make_grid(Params& p, SoftmaxType type, int64_t held, int64_t most) {
+Grid make_grid(Params& p, ElementType type, int64_t held, int64_t most) {
   constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
   const int64_t elements = vector_elements(type);
   const bool aligned = (reinterpret_cast<uintptr_t>(p.x) & 15) == 0 && p.stride % elements == 0;

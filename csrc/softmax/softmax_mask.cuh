@@ -61,13 +61,13 @@ FLEXOPS_DEVICE void read_boolean(u32 (&words)[V][N / 4], const char* row, int fr
 }
 
 /// Elements for which the mask has false become -inf.
-template <Type type>
+template <typename T>
 FLEXOPS_DEVICE void apply_boolean(Packed& values, const u32* words, u32 lowest) {
-  constexpr int N = kVector<type>;
+  constexpr int N = kPerVector<T>;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const u32 bytes = (words[w * N / 16] & 0x01010101u) * 0xffu;
-    const u32 keep = __byte_perm(bytes, 0, type == kF32 ? 0x1111u * w : 0x1100u + 0x2222u * (w % 2));
+    const u32 keep = __byte_perm(bytes, 0, kIsFloat<T> ? 0x1111u * w : 0x1100u + 0x2222u * (w % 2));
     values.at[w] = choose(keep, values.at[w], lowest);
   }
 }
