@@ -11,12 +11,11 @@
 #pragma once
 
 #include "common/async.cuh"
-#include "common/device.cuh"
-#include "common/dtypes.cuh"
-#include "common/reduce.cuh"
-#include "common/vec.cuh"
+#include "common/rows.cuh"
 
 namespace flexops::norm {
+
+using rows::kIsFloat, rows::kNarrowWarp, rows::Packed, rows::packed;
 
 // Tuned on one H200.
 inline constexpr int kMostThreads = 1024;
@@ -26,9 +25,7 @@ inline constexpr int kWalkThreads = 512;   // of a block that walks over rows, a
 inline constexpr int kParts = 4;           // backward: vectors of a row that a thread has ...
 inline constexpr int kStages = 2;          // ... and of how many rows it holds them
 inline constexpr int kReduceThreads = 512;
-inline constexpr int kNarrowWarp = 32;  // lanes that share a short row, at most; a wavefront of 64 holds two such groups
 
-enum Type : u8 { kF32 = 0, kF16 = 1, kBf16 = 2 };  // NormType's values
 enum Codes : u8 { kNoCodes = 0, kInt8 = 1, kE4m3 = 2 };
 
 // ---- elements ---------------------------------------------------------------------------------------------------------
@@ -40,78 +37,40 @@ struct Half {
   u16 bits;
 };
 
+/// The elements of a vector, as words, or a single one.
 template <typename T>
-struct Traits;
-template <>
-struct Traits<float> {
-  static constexpr int kVector = 4;
-  static constexpr Type kType = kF32;
-  using Raw = Vec<u32, 4>;
+struct RawOf {
+  using type = Packed;
 };
 template <>
-struct Traits<f16> {
-  static constexpr int kVector = 8;
-  static constexpr Type kType = kF16;
-  using Raw = Vec<u32, 4>;
-};
-template <>
-struct Traits<bf16> {
-  static constexpr int kVector = 8;
-  static constexpr Type kType = kBf16;
-  using Raw = Vec<u32, 4>;
-};
-template <>
-struct Traits<Half> {
-  static constexpr int kVector = 8;
-  using Raw = Vec<u32, 4>;
-};
-template <>
-struct Traits<Any> {
-  static constexpr int kVector = 1;
-  using Raw = float;
+struct RawOf<Any> {
+  using type = float;
 };
 template <typename T>
-inline constexpr int kVector = Traits<T>::kVector;
+using Raw = typename RawOf<T>::type;
+/// T among the types that are told at run time.
 template <typename T>
-using Raw = typename Traits<T>::Raw;
+inline constexpr ElementType kElementType = kIsFloat<T> ? ElementType::f32 : ElementType::bf16;
+template <>
+inline constexpr ElementType kElementType<f16> = ElementType::f16;
+template <typename T>
+inline constexpr int kVector = kPerVector<T>;
+template <>
+inline constexpr int kVector<Any> = 1;
 template <typename T>
 inline constexpr bool kIsHalf = false;
 template <>
 inline constexpr bool kIsHalf<Half> = true;
-
-FLEXOPS_DEVICE float load_one(const void* from, i64 index, Type type) {
-  if (type == kBf16) return to_float(static_cast<const bf16*>(from)[index]);
-  if (type == kF16) return to_float(static_cast<const f16*>(from)[index]);
-  return static_cast<const float*>(from)[index];
-}
-FLEXOPS_DEVICE void store_one(void* to, i64 index, float value, Type type) {
-  if (type == kBf16) {
-    static_cast<bf16*>(to)[index] = from_float<bf16>(value);
-  } else if (type == kF16) {
-    static_cast<f16*>(to)[index] = from_float<f16>(value);
-  } else {
-    static_cast<float*>(to)[index] = value;
-  }
-}
-FLEXOPS_DEVICE float round_to(float value, Type type) {
-  if (type == kBf16) return to_float(from_float<bf16>(value));
-  if (type == kF16) return to_float(from_float<f16>(value));
-  return value;
-}
 
 /// The numbers in 4-byte words.
 template <typename T>
 FLEXOPS_DEVICE void widen_words(float* out, const u32* words, int count) {
 #pragma unroll
   for (int w = 0; w < count; ++w) {
-    if constexpr (Traits<T>::kType == kF32) {
+    if constexpr (kIsFloat<T>) {
       out[w] = bit_cast<float>(words[w]);
-    } else if constexpr (Traits<T>::kType == kBf16) {
-      out[2 * w] = bit_cast<float>(words[w] << 16);
-      out[2 * w + 1] = bit_cast<float>(words[w] & 0xffff0000u);
     } else {
-      out[2 * w] = to_float(f16{static_cast<u16>(words[w])});
-      out[2 * w + 1] = to_float(f16{static_cast<u16>(words[w] >> 16)});
+      out[2 * w] = half_of<T>(words[w], 0), out[2 * w + 1] = half_of<T>(words[w], 1);
     }
   }
 }
@@ -119,7 +78,7 @@ template <typename T>
 FLEXOPS_DEVICE void narrow_words(u32* words, const float* in, int count) {
 #pragma unroll
   for (int w = 0; w < count; ++w) {
-    if constexpr (Traits<T>::kType == kF32) {
+    if constexpr (kIsFloat<T>) {
       words[w] = bit_cast<u32>(in[w]);
     } else {
       words[w] = pack2<T>(in[2 * w], in[2 * w + 1]);
@@ -129,29 +88,29 @@ FLEXOPS_DEVICE void narrow_words(u32* words, const float* in, int count) {
 
 /// `type` is T's, or decides where T leaves it open.
 template <typename T>
-FLEXOPS_DEVICE void widen(float (&out)[kVector<T>], const Vec<u32, 4>& raw, Type type) {
+FLEXOPS_DEVICE void widen(float (&out)[kVector<T>], const Packed& raw, ElementType type) {
   if constexpr (!kIsHalf<T>) {
     widen_words<T>(out, raw.at, 4);
-  } else if (type == kBf16) {
+  } else if (type == ElementType::bf16) {
     widen_words<bf16>(out, raw.at, 4);
   } else {
     widen_words<f16>(out, raw.at, 4);
   }
 }
 template <typename T>
-FLEXOPS_DEVICE void widen(float (&out)[1], float raw, Type) {
+FLEXOPS_DEVICE void widen(float (&out)[1], float raw, ElementType) {
   out[0] = raw;
 }
 /// Rounds to `type`.
 template <typename T>
-FLEXOPS_DEVICE Raw<T> narrow(const float (&in)[kVector<T>], Type type) {
+FLEXOPS_DEVICE Raw<T> narrow(const float (&in)[kVector<T>], ElementType type) {
   if constexpr (kVector<T> == 1) {
-    return round_to(in[0], type);
+    return round_any(in[0], type);
   } else {
-    Raw<T> out;
+    Packed out;
     if constexpr (!kIsHalf<T>) {
       narrow_words<T>(out.at, in, 4);
-    } else if (type == kBf16) {
+    } else if (type == ElementType::bf16) {
       narrow_words<bf16>(out.at, in, 4);
     } else {
       narrow_words<f16>(out.at, in, 4);
@@ -175,17 +134,17 @@ FLEXOPS_DEVICE void forget(Raw<T> (&raw)[N], u32 nothing) {
 
 /// kVector<T> elements from `index` on.
 template <typename T, Cache cache>
-FLEXOPS_DEVICE Raw<T> read(const void* from, i64 index, Type type) {
+FLEXOPS_DEVICE Raw<T> read(const void* from, i64 index, ElementType type) {
   if constexpr (kVector<T> == 1) {
-    return load_one(from, index, type);
+    return load_any(from, index, type);
   } else {
     return load<cache>(reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + index));
   }
 }
 template <typename T, Cache cache = Cache::normal>
-FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, Type type) {
+FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, ElementType type) {
   if constexpr (kVector<T> == 1) {
-    store_one(to, index, raw, type);
+    store_any(to, index, raw, type);
   } else {
     store<cache>(reinterpret_cast<Raw<T>*>(static_cast<T*>(to) + index), raw);
   }
@@ -227,24 +186,24 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index) {
 
 /// The same, of a type told at run time.
 template <Cache cache, int N>
-FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index, Type type) {
+FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index, ElementType type) {
   if constexpr (N == 1) {
-    out[0] = load_one(from, index, type);
-  } else if (type == kF32) {
+    out[0] = load_any(from, index, type);
+  } else if (type == ElementType::f32) {
     load_floats<float, cache>(out, from, index);
-  } else if (type == kBf16) {
+  } else if (type == ElementType::bf16) {
     load_floats<bf16, cache>(out, from, index);
   } else {
     load_floats<f16, cache>(out, from, index);
   }
 }
 template <int N>
-FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Type type) {
+FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, ElementType type) {
   if constexpr (N == 1) {
-    store_one(to, index, in[0], type);
-  } else if (type == kF32) {
+    store_any(to, index, in[0], type);
+  } else if (type == ElementType::f32) {
     store_floats<float>(in, to, index);
-  } else if (type == kBf16) {
+  } else if (type == ElementType::bf16) {
     store_floats<bf16>(in, to, index);
   } else {
     store_floats<f16>(in, to, index);
@@ -320,8 +279,6 @@ FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = shuffle(value[i], 0, kNarrowWarp);
 }
-
-FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 
 /// 1 / sqrt(value), with a step of Newton's method after the instruction's estimate.
 FLEXOPS_DEVICE float reciprocal_root(float value) {

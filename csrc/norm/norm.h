@@ -8,7 +8,6 @@
 
 namespace flexops {
 
-using NormType = ElementType;
 enum class NormCodes : uint8_t { none, int8, e4m3 };
 
 /// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone, and row_type is type, without a residual.
@@ -21,7 +20,7 @@ struct NormForward {
   float* scales;              // one a row, with codes
   int64_t rows, columns, x_stride, residual_stride;
   float eps;
-  NormType type, row_type, weight_type;
+  ElementType type, row_type, weight_type;
   NormCodes codes;
   bool centered;  // layer norm: the mean is taken off
 };

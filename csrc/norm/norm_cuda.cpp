@@ -25,7 +25,7 @@ bool has_vectors(const NormForward& a, int64_t vector) {
   const auto fits = [&](const void* pointer, int64_t stride, int size) {
     return aligned(pointer, least(vector * size, 16)) && stride % vector == 0;
   };
-  const int size = norm::size_of(a.type), row = norm::size_of(a.row_type), weight = norm::size_of(a.weight_type);
+  const int size = element_size(a.type), row = element_size(a.row_type), weight = element_size(a.weight_type);
   return a.columns % vector == 0 && fits(a.x, a.x_stride, size) && fits(a.residual, a.residual_stride, row) && fits(a.weight, 0, weight) &&
          fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == NormCodes::none ? size : 1) && fits(a.new_residual, 0, row);
 }
@@ -68,10 +68,10 @@ bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts <
 
 Way choose(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
-  const int64_t vector = 16 / norm::size_of(a.row_type), vectors = a.columns / vector;
+  const int64_t vector = 16 / element_size(a.row_type), vectors = a.columns / vector;
   const bool codes = a.codes != NormCodes::none, parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
   const bool aligned = has_vectors(a, vector),
-             regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == NormType::f32);
+             regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == ElementType::f32);
   const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
   if (codes && same && fits(norm::kManyItems)) {
     // Short rows are read better by more lanes, as are few.
@@ -90,13 +90,13 @@ Way choose(const NormForward& a) {
     }
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
-  if (aligned && a.row_type == NormType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
+  if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
     return {rare_kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
-  if (aligned && a.row_type == NormType::f32) return {rare_kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
+  if (aligned && a.row_type == ElementType::f32) return {rare_kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
   if (aligned) return {rare_kernel<norm::forward_rows<norm::Half>>, vector, norm::kItems, 16, 1024};
   // Where few elements have a place in a vector, single ones are no slower.
   if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {rare_kernel<norm::forward_short>, 1, norm::kItems};
-  const int64_t piece = kPiece * (norm::size_of(a.row_type) + (a.residual ? norm::size_of(a.type) : 0));
+  const int64_t piece = kPiece * (element_size(a.row_type) + (a.residual ? element_size(a.type) : 0));
   return {rare_kernel<norm::forward_ragged>, kPiece, kPieces, piece, 1024, true};
 }
 
@@ -140,8 +140,8 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
   (void)a, (void)p, (void)stream;
   return false;
 #else
-  const int64_t vector = 16 / norm::size_of(a.type), vectors = a.columns / vector, most = norm::kRingPart / (a.residual ? 2 : 1);
-  if (a.codes != NormCodes::none || a.type != NormType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
+  const int64_t vector = 16 / element_size(a.type), vectors = a.columns / vector, most = norm::kRingPart / (a.residual ? 2 : 1);
+  if (a.codes != NormCodes::none || a.type != ElementType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
   if ((a.weight || a.bias) && a.weight_type != a.type) return false;
   int64_t size = 2;
   while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
@@ -174,8 +174,8 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.rows = a.rows, p.x_stride = a.x_stride, p.residual_stride = a.residual_stride;
   p.columns = static_cast<int>(a.columns), p.vectors = static_cast<int>(vectors);
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
-  p.type = static_cast<norm::Type>(a.type), p.row_type = static_cast<norm::Type>(a.row_type);
-  p.weight_type = static_cast<norm::Type>(a.weight_type), p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
+  p.type = a.type, p.row_type = a.row_type;
+  p.weight_type = a.weight_type, p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.

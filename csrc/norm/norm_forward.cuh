@@ -16,7 +16,7 @@ struct Forward {
   int held;              // vectors or pieces of a thread that shared memory holds
   int blocks;            // of a cluster, which has a row
   float eps, inverse;    // 1 / columns
-  Type type, row_type, weight_type;
+  ElementType type, row_type, weight_type;
   Codes codes;
   bool centered;
   bool lasting;  // the second-level cache is asked to keep what is read

@@ -7,8 +7,8 @@ namespace flexops::norm {
 
 /// kVector<T> parameters, of T or of float32.
 template <typename T>
-FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, i64 index, Type type) {
-  if (Traits<T>::kType == kF32 || type != kF32) {
+FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, i64 index, ElementType type) {
+  if (kIsFloat<T> || type != ElementType::f32) {
     load_floats<T, Cache::constant>(out, from, index);
   } else {
     load_floats<float, Cache::constant>(out, from, index);

@@ -29,8 +29,13 @@ struct Pieces {
   }
 };
 
+/// Four numbers of 16 bits.
+FLEXOPS_DEVICE void widen_halves(float (&out)[4], Vec<u32, 2> words, ElementType type) {
+  type == ElementType::bf16 ? widen_words<bf16>(out, words.at, 2) : widen_words<f16>(out, words.at, 2);
+}
+
 /// The logarithm of an element's bytes.
-FLEXOPS_DEVICE int power_of(Type type) { return type == kF32 ? 2 : 1; }
+FLEXOPS_DEVICE int power_of(ElementType type) { return type == ElementType::f32 ? 2 : 1; }
 
 /// Where a row's pieces are read: at any place, by the one or two aligned vectors that cover one, as far as these lie within the tensor.
 struct Source {
@@ -38,10 +43,10 @@ struct Source {
   int off;              // elements, from there to the piece
   int low, high;        // pieces whose vectors lie within the tensor
   int end;              // elements from piece 0 to the tensor's end, or as many as matter
-  Type type;
+  ElementType type;
 
   /// A tensor's row that starts at element `begin` of `size` in all.
-  FLEXOPS_DEVICE Source(const void* from, i64 begin, i64 size, Type type_, const Pieces& pieces) : type(type_) {
+  FLEXOPS_DEVICE Source(const void* from, i64 begin, i64 size, ElementType type_, const Pieces& pieces) : type(type_) {
     const int power = power_of(type);
     const i64 at = (begin - pieces.shift) << power;  // bytes
     off = static_cast<int>((reinterpret_cast<u64>(from) + static_cast<u64>(at)) >> power & 3);
@@ -85,17 +90,16 @@ struct Source {
   }
   /// Of elements that the row has not, anything.
   FLEXOPS_DEVICE void load(float (&out)[4], int i, const Pieces& pieces) const {
-    if (type == kF32) {
+    if (type == ElementType::f32) {
       widen_words<float>(out, words<u32>(i, pieces).at, 4);
     } else {
-      const auto two = words<u16>(i, pieces);
-      type == kBf16 ? widen_words<bf16>(out, two.at, 2) : widen_words<f16>(out, two.at, 2);
+      widen_halves(out, words<u16>(i, pieces), type);
     }
   }
   /// Starts a copy to a slot of shared memory; is_aligned().
   FLEXOPS_DEVICE void fetch(char* slot, int i) const {
     const int left = end - 4 * i < 4 ? end - 4 * i : 4;
-    if (type == kF32) {
+    if (type == ElementType::f32) {
       async_copy<16>(slot, vectors + i64(i) * 16, left * 4);
     } else {
       async_copy<8>(slot, vectors + i64(i) * 8, left * 2);
@@ -106,8 +110,8 @@ struct Source {
 /// A result's row.
 struct Sink {
   char* at;  // the first piece
-  Type type;
-  FLEXOPS_DEVICE Sink(void* to, i64 begin, Type type_, const Pieces& pieces)
+  ElementType type;
+  FLEXOPS_DEVICE Sink(void* to, i64 begin, ElementType type_, const Pieces& pieces)
       : at(static_cast<char*>(to) + ((begin - pieces.shift) << power_of(type_))), type(type_) {}
   FLEXOPS_DEVICE void store(const float (&v)[4], int i, const Pieces& pieces) const {
     if (pieces.whole(i)) {
@@ -115,7 +119,7 @@ struct Sink {
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (pieces.has(i, e)) store_one(at, i64(i) * 4 + e, v[e], type);
+        if (pieces.has(i, e)) store_any(at, i64(i) * 4 + e, v[e], type);
       }
     }
   }
@@ -143,18 +147,17 @@ struct Walk {
 };
 
 /// A piece of `type` in a slot.
-FLEXOPS_DEVICE void take(float (&v)[4], const char* slot, Type type) {
-  if (type == kF32) {
-    widen_words<float>(v, reinterpret_cast<const Vec<u32, 4>*>(slot)->at, 4);
+FLEXOPS_DEVICE void take(float (&v)[4], const char* slot, ElementType type) {
+  if (type == ElementType::f32) {
+    widen_words<float>(v, reinterpret_cast<const Packed*>(slot)->at, 4);
   } else {
-    const auto two = *reinterpret_cast<const Vec<u32, 2>*>(slot);
-    type == kBf16 ? widen_words<bf16>(v, two.at, 2) : widen_words<f16>(v, two.at, 2);
+    widen_halves(v, *reinterpret_cast<const Vec<u32, 2>*>(slot), type);
   }
 }
-FLEXOPS_DEVICE void keep(const float (&v)[4], char* slot, Type type) {
-  if (type == kF32) {
-    narrow_words<float>(reinterpret_cast<Vec<u32, 4>*>(slot)->at, v, 4);
-  } else if (type == kBf16) {
+FLEXOPS_DEVICE void keep(const float (&v)[4], char* slot, ElementType type) {
+  if (type == ElementType::f32) {
+    narrow_words<float>(reinterpret_cast<Packed*>(slot)->at, v, 4);
+  } else if (type == ElementType::bf16) {
     narrow_words<bf16>(reinterpret_cast<Vec<u32, 2>*>(slot)->at, v, 2);
   } else {
     narrow_words<f16>(reinterpret_cast<Vec<u32, 2>*>(slot)->at, v, 2);
@@ -216,7 +219,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   const auto get = [&](float (&v)[4], int i, const char* slot) {
     if (slot < walk.end) return take(v, slot, p.row_type);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_one(from.vectors, from.off + i64(i) * 4 + e, p.row_type) : 0.0f;
+    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, p.row_type) : 0.0f;
   };
 
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {

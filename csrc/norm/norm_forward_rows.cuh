@@ -23,7 +23,7 @@ struct Row {
     for (int i = lane; i < count; i += lanes, ++k) f(i, k);
   }
   /// What is held, or else read again.
-  FLEXOPS_DEVICE void get(float (&v)[V], const void* from, i64 begin, int i, int k, Type type) const {
+  FLEXOPS_DEVICE void get(float (&v)[V], const void* from, i64 begin, int i, int k, ElementType type) const {
     widen<T>(v, k < held ? slot(k) : read<T, Cache::normal>(from, begin + i64(i) * V, type), type);
   }
 };

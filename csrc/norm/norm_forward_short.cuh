@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int left = row < p.rows ? p.columns - g.lane : 0;
   const i64 to = row * p.columns + g.lane;
-  const auto load = [&](float (&out)[kItems], const void* from, i64 begin, Type type) {
-    if (type == kBf16) {
+  const auto load = [&](float (&out)[kItems], const void* from, i64 begin, ElementType type) {
+    if (type == ElementType::bf16) {
       load_apart<bf16>(out, from, begin + g.lane, g.lanes, left);
-    } else if (type == kF16) {
+    } else if (type == ElementType::f16) {
       load_apart<f16>(out, from, begin + g.lane, g.lanes, left);
     } else {
       load_apart<float>(out, from, begin + g.lane, g.lanes, left);
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
     load(other, p.residual, row * p.residual_stride, p.row_type);
 #pragma unroll
     for (int e = 0; e < kItems; ++e) {
-      v[e] = round_to(v[e] + other[e], p.row_type);
-      if (e * g.lanes < left) store_one(p.new_residual, to + e * g.lanes, v[e], p.row_type);
+      v[e] = round_any(v[e] + other[e], p.row_type);
+      if (e * g.lanes < left) store_any(p.new_residual, to + e * g.lanes, v[e], p.row_type);
     }
   }
   if (p.centered) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
     if (e * g.lanes >= left) continue;
     float one[1] = {v[e]};
     if (p.codes == kNoCodes) {
-      store_one(p.y, to + e * g.lanes, one[0], p.type);
+      store_any(p.y, to + e * g.lanes, one[0], p.type);
     } else {
       coding.write(one, static_cast<u8*>(p.y) + to + e * g.lanes, p.codes);
     }

@@ -7,10 +7,8 @@
 
 namespace flexops::norm {
 
-inline int size_of(NormType type) { return type == NormType::f32 ? 4 : 2; }
-
 /// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
-inline bool is_large(int64_t elements, NormType type) { return elements * size_of(type) >= int64_t{1} << 24; }
+inline bool is_large(int64_t elements, ElementType type) { return elements * element_size(type) >= int64_t{1} << 24; }
 
 /// The threads of a row: a power of two up to 32, or a multiple of 32.
 inline int lanes_for(int64_t wanted, int most) {

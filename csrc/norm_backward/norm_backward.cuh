@@ -19,7 +19,7 @@ struct Backward {
   int lanes;   // that share a row
   int blocks;  // of a cluster that shares a row
   float inverse;
-  Type type, weight_type;
+  ElementType type, weight_type;
   bool centered;
   bool lasting;  // the second-level cache is asked to keep what is read
 };
@@ -59,7 +59,7 @@ struct Weight {
   bool wide;
 
   FLEXOPS_DEVICE Weight(uint4* slot, const Backward& p, const Group& g)
-      : first(slot), wide(p.weight != nullptr && p.weight_type != Traits<T>::kType) {
+      : first(slot), wide(p.weight != nullptr && p.weight_type != kElementType<T>) {
 #pragma unroll 1
     for (int i = 0; i < slots(); ++i) {
       const int words = slots() / kParts, at = (g.lane + i / words * g.lanes) * words + i % words;  // in slots
@@ -70,7 +70,7 @@ struct Weight {
 #pragma unroll
         for (int e = 0; e < V; ++e) ones[e] = 1.0f;
         *to = bit_cast<uint4>(narrow<T>(ones, p.type));
-      } else if (!wide || p.weight_type == kF32) {
+      } else if (!wide || p.weight_type == ElementType::f32) {
         async_copy<16>(to, static_cast<const uint4*>(p.weight) + at, valid ? 16 : 0);
       } else {
         Floats four = {};
@@ -85,10 +85,10 @@ struct Weight {
   FLEXOPS_DEVICE void scale(float (&v)[V], int k) const {
     float w[V];
     if (!wide) {
-      widen<T>(w, bit_cast<Raw<T>>(first[k * kNarrowWarp]), Traits<T>::kType);
+      widen<T>(w, bit_cast<Raw<T>>(first[k * kNarrowWarp]), kElementType<T>);
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) widen_words<float>(w + 4 * i, bit_cast<Vec<u32, 4>>(first[(k * kWords + i) * kNarrowWarp]).at, 4);
+      for (int i = 0; i < kWords; ++i) rows::widen<float>(w + 4 * i, bit_cast<Packed>(first[(k * kWords + i) * kNarrowWarp]));
     }
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] *= w[i];
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
   const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp, lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
-  const int weight_slots = p.weight != nullptr && p.weight_type != Traits<T>::kType ? kParts * (V / 4) : kParts;
+  const int weight_slots = p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
   uint4* const own = slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
   const Weight<T> weight(own, p, g);
   const auto slot = [&](int stage, int stream, int k) {
@@ -326,14 +326,14 @@ __global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXO
     }
   }
   const i64 to = i64(blockIdx.y) * p.columns + i64(i) * V;
-  if (p.partial_weight) store_floats(sum_weight, p.partial_weight, to, kF32);
-  if (p.partial_bias) store_floats(sum_bias, p.partial_bias, to, kF32);
+  if (p.partial_weight) store_floats(sum_weight, p.partial_weight, to, ElementType::f32);
+  if (p.partial_bias) store_floats(sum_bias, p.partial_bias, to, ElementType::f32);
 }
 
 struct Reduce {
   const float* partial[2];  // [count, columns] each
   void* out[2];
-  Type type[2];
+  ElementType type[2];
   i64 count;
   int columns;
 };
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_partial(const FLEXOPS_G
   }
   if (slice == 0 && column < p.columns) {
     const float total = shared[0][lane];
-    store_one(p.out[blockIdx.y], column, total, p.type[blockIdx.y]);
+    store_any(p.out[blockIdx.y], column, total, p.type[blockIdx.y]);
   }
 }
 

@@ -15,7 +15,7 @@ struct NormBackward {
   float* partial;                        // work space of norm_partial_rows(...) * columns floats for each of the two that is wanted
   int64_t partial_rows;
   int64_t rows, columns, x_stride, grad_stride, grad_residual_stride;
-  NormType type, weight_type, bias_type;
+  ElementType type, weight_type, bias_type;
   bool centered;
 };
 

@@ -33,8 +33,8 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / norm::size_of(a.type) : word;
-  const int64_t tuned = a.type == NormType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
+  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
+  const int64_t tuned = a.type == ElementType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
   const Gpu& gpu = gpu_facts();
   const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
@@ -58,14 +58,14 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
 
 /// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
 KernelOf<Backward> find_walk(const NormBackward& a) {
-  if (a.type == NormType::f32) return kernel<norm::backward_walk<float, true, false>>;
-  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true, false>>;
+  if (a.type == ElementType::f32) return kernel<norm::backward_walk<float, true, false>>;
+  if (a.type == ElementType::f16) return rare_kernel<norm::backward_walk<f16, true, false>>;
   return a.centered ? kernel<norm::backward_walk<bf16, true, false>> : kernel<norm::backward_walk<bf16, false, false>>;
 }
 #if !FLEXOPS_HIP
 KernelOf<Backward> find_clustered_walk(const NormBackward& a) {
-  if (a.type == NormType::f32) return rare_kernel<norm::backward_walk<float, true, true>>;
-  if (a.type == NormType::f16) return rare_kernel<norm::backward_walk<f16, true, true>>;
+  if (a.type == ElementType::f32) return rare_kernel<norm::backward_walk<float, true, true>>;
+  if (a.type == ElementType::f16) return rare_kernel<norm::backward_walk<f16, true, true>>;
   return a.centered ? rare_kernel<norm::backward_walk<bf16, true, true>> : rare_kernel<norm::backward_walk<bf16, false, true>>;
 }
 #endif
@@ -79,7 +79,7 @@ bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
   if (gpu_facts().capability < 90) return false;
   const int64_t parts = norm::kParts, held = ceil_div(p.vectors, parts);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / norm::size_of(a.type) : word;
+  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
   // As many rows as possible at the same time, and then in many small blocks: while one waits for a row's sums, others have work.
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory, and the driver's
   const Gpu& gpu = gpu_facts();
@@ -103,7 +103,7 @@ bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
 
 Plan make_plan(Backward& p, const NormBackward& a) {
   Plan plan;
-  const int64_t vector = 16 / norm::size_of(a.type);
+  const int64_t vector = 16 / element_size(a.type);
   plan.vectors = has_vectors(a, vector);
   p.rows = a.rows, p.columns = static_cast<int>(a.columns);
   p.vectors = static_cast<int>(plan.vectors ? a.columns / vector : a.columns);
@@ -134,7 +134,7 @@ void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
 }
 
 void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  const int which = !plan.vectors ? 2 : a.type == NormType::f32 ? 0 : 1;
+  const int which = !plan.vectors ? 2 : a.type == ElementType::f32 ? 0 : 1;
   if (a.grad_x) {
     const norm::Grid grid(p.lanes, a.rows);
     launch(kInput[which], {blocks(grid.blocks), blocks(grid.threads), stream}, p);
@@ -149,9 +149,9 @@ void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* st
   norm::Reduce r;
   r.count = plan.blocks, r.columns = p.columns;
   int sums = 0;
-  const auto add = [&](const float* partial, void* out, NormType type) {
+  const auto add = [&](const float* partial, void* out, ElementType type) {
     if (out == nullptr) return;
-    r.partial[sums] = partial, r.out[sums] = out, r.type[sums] = static_cast<norm::Type>(type);
+    r.partial[sums] = partial, r.out[sums] = out, r.type[sums] = type;
     ++sums;
   };
   add(p.partial_weight, a.grad_weight, a.weight_type);
@@ -175,7 +175,7 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   p.partial_bias = a.grad_bias ? a.partial + (a.grad_weight ? a.partial_rows * a.columns : 0) : nullptr;
   p.x_stride = a.x_stride, p.grad_stride = a.grad_stride, p.grad_residual_stride = a.grad_residual_stride;
   p.inverse = 1.0f / static_cast<float>(a.columns);
-  p.type = static_cast<norm::Type>(a.type), p.weight_type = static_cast<norm::Type>(a.weight_type), p.centered = a.centered;
+  p.type = a.type, p.weight_type = a.weight_type, p.centered = a.centered;
   p.lasting = norm::is_large(a.rows * a.columns, a.type);
   const Plan plan = make_plan(p, a);
   if (a.rows > 0) plan.walks ? walk(plan, p, a, stream) : read_twice(plan, p, a, stream);
