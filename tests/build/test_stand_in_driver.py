@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 from builds import child_environment
 
-from flexops import settings
+from flexops import settings, toolchain
 from flexops.toolchain import capabilities as capabilities_module
 from flexops.toolchain import gpus
-from flexops.toolchain.model import HostCompiler
+from flexops.toolchain.model import HostCompiler, Version
 
 SOURCES = Path(__file__).resolve().parent / "stand_in"
 
@@ -90,21 +91,29 @@ def run(stand_ins: Path) -> Run:
 
 ATTEMPTS = """
 import os
-def attempt(name, dtype=torch.float32, **driver):
+def attempt(name, dtype=torch.float32, gpu=0, **driver):
     os.environ.update(driver)
     try:
+        on_gpu(gpu)
         with OnGpu():
-            flexops.rms_norm(torch.randn(5, 1000).to(dtype), None)
+            flexops.rms_norm(torch.ones(5, 1000).to(dtype), None)
         said[name] = "fine"
     except RuntimeError as error:
         said[name] = str(error)
     for setting in driver:
         del os.environ[setting]
+def on_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 """
 
 
-def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(run: Run) -> None:
-    answer = run(f"""{ATTEMPTS}
+@pytest.fixture(scope="module")
+def attempts(run: Run) -> Answer:
+    """Calls of one operator, one after the other: what the driver has against each, and the calls after it."""
+    return run(
+        f"""{ATTEMPTS}
 attempt("first")
 attempt("crash", STAND_IN_REFUSE="cuLaunchKernelEx=719")
 attempt("unknown", STAND_IN_REFUSE="cuLaunchKernelEx=987")
@@ -112,45 +121,131 @@ attempt("after both")
 attempt("load", torch.bfloat16, STAND_IN_REFUSE="cuLibraryLoadData=2")
 attempt("symbol", torch.bfloat16, STAND_IN_REFUSE="cuLibraryGetKernel=500")
 attempt("after those", torch.bfloat16)
-def on_a_thread():
-    attempt("no context", STAND_IN_REFUSE="cuDevicePrimaryCtxRetain=2")
-    attempt("a context")
-thread = threading.Thread(target=on_a_thread)
-thread.start()
-thread.join()
-""")
-    said = answer.said
-    assert [name for name, text in said.items() if text == "fine"] == ["first", "after both", "after those", "a context"]
+on_a_thread(lambda: [attempt("no context", STAND_IN_REFUSE="cuDevicePrimaryCtxRetain=2"), attempt("a context")])
+attempt("old driver", torch.float16, STAND_IN_CUDA="12040")
+attempt("updated driver", torch.float16)
+on_a_thread(lambda: [attempt("an A100", gpu=1), attempt("an A100 again", gpu=1)])
+on_a_thread(lambda: [attempt("old driver, new GPU", gpu=2, STAND_IN_CUDA="12080"), attempt("new GPU", gpu=2)])
+attempt("the first again")
+""",
+        STAND_IN_GPUS="90,80,150",
+    )
+
+
+def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts: Answer) -> None:
+    said = attempts.said
+    fine = ["first", "after both", "after those", "a context", "updated driver", "an A100", "an A100 again", "new GPU", "the first again"]
+    assert [name for name, text in said.items() if text == "fine"] == fine
     assert said["crash"] == "flexops::rms_norm: CUDA error: unspecified launch failure"
     assert "error 987, which this driver has no text for" in said["unknown"]
     assert "out of memory (error 2 of a driver for CUDA 13.0)" in said["load"]
     assert "forward_held<flexops::bf16" in said["load"]
     assert "named symbol not found (error 500" in said["symbol"]
-    assert "unload" in answer.log
+    assert "unload" in attempts.log
     assert said["no context"].endswith("out of memory")
 
 
-def test_a_driver_that_is_too_old_for_the_code(run: Run) -> None:
-    """Of NVRTC 13.0's: what is needed is named, what there is, and the mend; a driver that is updated takes it."""
-    answer = run(f"""{ATTEMPTS}
-attempt("old", STAND_IN_CUDA="12040")
-attempt("updated")
-""")
-    assert "is of CUDA 13.0, which needs the NVIDIA driver 580 or newer; this one runs CUDA 12.4" in answer.said["old"]
-    assert "fix: update the driver, or take a torch of an older CUDA" in answer.said["old"]
-    assert answer.said["updated"] == "fine"
+def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:
+    """What is needed is named, what there is, and the mend."""
+    for name, version in (("old driver", "12.4"), ("old driver, new GPU", "12.8")):
+        assert f"is of CUDA 13.0, which needs the NVIDIA driver 580 or newer; this one runs CUDA {version}" in attempts.said[name]
+        assert "fix: update the driver, or take a torch of an older CUDA" in attempts.said[name]
 
 
-def test_a_gpu_newer_than_the_compiler_gets_ptx(run: Run) -> None:
-    """And a driver that is older than that PTX says so."""
-    answer = run(f"""{ATTEMPTS}
-attempt("old driver", STAND_IN_GPUS="150", STAND_IN_CUDA="12080")
-attempt("new GPU", STAND_IN_GPUS="150")
+def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(attempts: Answer) -> None:
+    newest = max(one.base for one in toolchain.compat.rules().capabilities(Version((13, 0))))
+    assert [one for one in attempts.loads if one != "cubin 90"] == ["cubin 80", f"ptx {newest.major}{newest.minor}"]
+    assert [one.gpu for one in attempts.launches if one.gpu] == [1, 1, 2]
+    assert "the driver will compile it from PTX" in attempts.errors
+
+
+def test_many_threads_launch_a_kernel_first_and_it_is_loaded_once(run: Run) -> None:
+    """On a slice of an A100: threads without a context, of a driver whose GPU has few multiprocessors."""
+    answer = run(
+        f"""{ATTEMPTS}
+start = threading.Barrier(8)
+def one(number):
+    start.wait()
+    attempt(number)
+threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+x = torch.empty(100_000, 64, requires_grad=True)
+with OnGpu():
+    flexops.rms_norm(x, None).backward(x)
+""",
+        STAND_IN_GPUS="80", STAND_IN_SMS="14",
+    )  # fmt: skip
+    assert set(answer.said.values()) == {"fine"}
+    assert answer.loads == ["cubin 80"] * 2
+    assert answer.log.count("context 0") == 9
+    assert [one.status for one in answer.launches] == [0] * 10
+    assert answer.launches[-1].grid[0] <= 14 * 32, "as many blocks as the slice runs at once"
+
+
+def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompiler) -> None:
+    (tmp_path / "old.c").write_text("int cuLaunchKernel(void) { return 0; }\n")
+    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "old.c")], check=True)
+    answer = run(f"{ATTEMPTS}attempt('call')", LD_LIBRARY_PATH=str(tmp_path))
+    assert "the CUDA driver (libcuda.so.1) is missing or older than 525" in answer.said["call"]
+
+
+# ---- every family ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
+    """Of doctor's calls of each, and of some of enormous tensors, whose memory nobody touches."""
+    answer = run("""
+import os
+from flexops import ops
+from flexops.op_builder import catalog
+def launched():
+    return sum(line.startswith("launch") for line in open(os.environ["STAND_IN_LOG"]))
+with OnGpu():
+    for spec in catalog.CATALOG:
+        before = launched()
+        if spec.name == "attention":
+            q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, requires_grad=True)
+            flexops.attention(q, q, q).backward(torch.empty_like(q))
+        else:
+            getattr(ops, spec.name).self_check("cpu")
+        said[spec.name] = launched() - before
+    huge = torch.empty(2**31 + 2**12, 2, dtype=torch.bfloat16)
+    flexops.swiglu(huge, huge)
+    flexops.rms_norm(huge, None)
+    flexops.rms_norm(huge.view(-1, 1024), None)
+    flexops.layer_norm(torch.empty(3, 65536, dtype=torch.bfloat16), None, None)
+    flexops.causal_softmax(torch.empty(2**15 + 1, 1, 256, 256, dtype=torch.bfloat16))
+    flexops.rotary_embedding(torch.empty(70_000, 1, 256, 64), None, torch.empty(256, 32), torch.empty(256, 32))
 """)
-    assert "which needs the NVIDIA driver 580 or newer; this one runs CUDA 12.8" in answer.said["old driver"]
-    assert answer.said["new GPU"] == "fine"
-    assert [one.partition(" ")[0] for one in answer.loads] == ["ptx"]
-    assert "the driver will compile it from PTX" in answer.errors
+    assert "error" not in answer.said, answer.said
+    assert [name for name, launches in answer.said.items() if not launches] == []
+    assert [one for one in answer.launches if one.status] == []
+    assert any(one.cluster > 1 for one in answer.launches)
+    assert any(one.shared > 48 * 1024 for one in answer.launches)
+
+
+def test_a_rare_kernel_that_cannot_be_had_gives_way_to_the_next_best(run: Run, tmp_path: Path) -> None:
+    """Rows for clusters, whose kernel is not compiled where nothing may be: as on a GPU that runs none, from the first call on."""
+    program = """
+with OnGpu():
+    for _ in range(2):
+        flexops.layer_norm(torch.empty(3, 65536, dtype=torch.bfloat16), None, None)
+"""
+    without_clusters = run(program, STAND_IN_CLUSTERS="0")
+    cache = tmp_path / "cache"
+    known = settings.current().cache_dir
+
+    def unwanted(folder: str, names: list[str]) -> list[str]:
+        top = [name for name in names if not re.fullmatch(r"norm-(cuda|sm_90a?-\w+)", name)] if Path(folder) == known else []
+        manifests = [Path(folder, name, "manifest.json") for name in names]
+        return top + [one.parent.name for one in manifests if one.is_file() and "_ring" in str(json.loads(one.read_text())["kernel"])]
+
+    shutil.copytree(known, cache, ignore=unwanted)
+    answer = run(program, FLEXOPS_CACHE_DIR=str(cache), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
+    assert "error" not in answer.said, answer.said
+    assert [one.symbol for one in answer.launches] == [one.symbol for one in without_clusters.launches]
+    assert all("_ring" not in one.symbol for one in answer.launches)
 
 
 # ---- which GPUs there are ------------------------------------------------------------------------------------------------------------------
