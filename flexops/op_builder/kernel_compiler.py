@@ -108,7 +108,12 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
     lines = _error_lines(log)
     found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:12])
     where = f"{plan.architecture.capability.sm} with {plan.compiler} ({plan.compiler.path})"
-    fix = "mend the line named above" if lines else fix
+    if plan.compiler.kind == "nvrtc" and "libnvrtc" in error + log:  # damaged, or its other half is another version's
+        from ..toolchain.diagnosis import nvrtc_fix
+
+        fix = nvrtc_fix(plan.compiler.version)
+    elif lines:
+        fix = "mend the line named above"
     return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix)
 
 

@@ -54,9 +54,9 @@ def no_device_compiler(choice: Choice[DeviceCompiler], torch: TorchBuild | None)
 
 
 def nvrtc_fix(cuda: Version) -> str:
-    """The command that installs NVRTC of that CUDA version."""
+    """The command that installs NVRTC of that CUDA version, also where pip believes that it is there."""
     package = f"nvidia-cuda-nvrtc-cu{cuda.major}" if cuda.major < 13 else "nvidia-cuda-nvrtc"
-    return f'{sys.executable} -m pip install "{package}=={cuda.major_minor}.*"'
+    return f'{sys.executable} -m pip install --force-reinstall "{package}=={cuda.major_minor}.*"'
 
 
 def toolkit_fix(cuda: str) -> str:

@@ -84,10 +84,13 @@ def read(directory: str, _: SearchContext) -> DeviceCompiler | Rejected | None:
     library = next((name for name in names if _LIBRARY.fullmatch(name)), None)
     if library is None:
         return None
-    builtins = next((match for name in names if (match := _BUILTINS.fullmatch(name))), None)
     path = Path(directory, library)
+    every = [match for name in names if (match := _BUILTINS.fullmatch(name))]
+    major = library.partition(".so.")[2].partition(".")[0]
+    builtins = max((match for match in every if match[1] == (major or match[1])), key=lambda match: (int(match[2]), -len(match[0])), default=None)
     if builtins is None:
-        return Rejected("NVRTC", path, "libnvrtc-builtins is not beside it")
+        others = f", only {every[0][0]}, which is another version's" if every else ""
+        return Rejected("NVRTC", path, f"libnvrtc-builtins is not beside it{others}")
     version = Version((int(builtins[1]), int(builtins[2])))
     try:
         size = path.stat().st_size
@@ -111,6 +114,12 @@ def choose(found: Sequence[Found[DeviceCompiler]], torch: TorchBuild | None, kno
         return (distance, item[0].found_via != CUDA_WISH, -version.major, -version.minor)
 
     taken, verdict = min(fitting, key=rank)
+    version = taken.value.version
+    if cuda:
+        better = f"{version} is {'of the same minor as torch' if version.minor == cuda.minor else 'nearer to torch'}"
+    else:
+        better = f"CUDA_HOME has {version}" if taken.found_via == CUDA_WISH else f"{version} is newer"
+    rejected += tuple(Rejected("NVRTC", one.value.path, f"CUDA {one.value.version} would do; {better}") for one, _ in fitting if one.value.version != version)
     return Choice(taken, rejected, (verdict.reason,) if verdict.reason else ())
 
 

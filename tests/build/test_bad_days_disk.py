@@ -16,6 +16,12 @@ from typing import Any
 import pytest
 from builds import answer, child_environment, copy_csrc, run_child, tiny_plan
 
+from flexops import settings
+from flexops.compute_capability import parse_arch_list
+from flexops.errors import FlexopsError
+from flexops.op_builder import catalog, device_code, provider
+from flexops.op_builder.cache import BuildCache
+
 KIB = 1024
 
 
@@ -78,6 +84,34 @@ def test_a_full_disk(folder: Path, small_disk: Path, free: int) -> None:
         assert_right(build(folder, cache))
         assert not list((cache / ".tmp").iterdir())
         assert build(folder, cache)["cached"]
+    finally:
+        filler.unlink(missing_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+@pytest.mark.parametrize("free", [4, 16])
+def test_a_full_disk_while_a_kernel_is_compiled(small_disk: Path, nvcc_toolkit: Any, free: int) -> None:
+    """Neither a cubin nor its manifest finds room, or only one of them."""
+    assert nvcc_toolkit
+    cache, filler = small_disk / "cache", small_disk / "filler"
+    cache.mkdir(mode=0o700)
+    compiler = provider.compiler_for(settings.current(), (), asked="9.0").compiler
+    rope = catalog.find("rope")
+    plan = provider.plan_kernel(rope, "flexops::rope::rotate<float>", parse_arch_list("9.0")[0], compiler)
+    try:
+        room = os.statvfs(small_disk)
+        filler.write_bytes(b"x" * (room.f_bavail * room.f_frsize - free * KIB))
+        try:
+            error: FlexopsError | None = device_code.obtain([plan], BuildCache(cache))[0].error
+        except FlexopsError as raised:
+            error = raised
+        assert error
+        assert "No space left on device" in str(error)
+        assert error.fix
+        filler.unlink()
+        assert device_code.obtain([plan], BuildCache(cache))[0].entry
+        assert not list((cache / ".tmp").iterdir())
+        assert device_code.obtain([plan], BuildCache(cache))[0].cached
     finally:
         filler.unlink(missing_ok=True)
         shutil.rmtree(cache, ignore_errors=True)
@@ -291,3 +325,38 @@ def test_swapped_entries_are_noticed(folder: Path) -> None:
     second.rename(first)
     (folder / "first").rename(second)
     assert answer(Path(build(folder, folder / "cache")["library"])) == 13
+
+
+# ---- time, home, locks ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", [0.0, 4e9], ids=["1970", "2096"])
+def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(folder: Path, moment: float) -> None:
+    """Everything in the cache, and the sources, are of another age all at once; what is edited afterwards is noticed all the same."""
+    first = build(folder, folder / "cache")
+    for path in [*(folder / "cache").rglob("*"), *(folder / "tiny").iterdir()]:
+        os.utime(path, (moment, moment))
+    again = build(folder, folder / "cache")
+    assert (again["cached"], again["library"]) == (True, first["library"])
+    (folder / "tiny" / "tiny.h").write_text("inline int answer_of_header() { return 7; }\n")
+    os.utime(folder / "tiny" / "tiny.h", (moment, moment))
+    edited = build(folder, folder / "cache")
+    assert not edited["cached"]
+    assert answer(Path(edited["library"])) == 7
+    assert not list((folder / "cache" / ".tmp").iterdir())
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]) -> None:
+    """And nothing else said: the operator runs as plain PyTorch, with the variable that mends it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    csrc = copy_csrc(tmp_path)
+    home.chmod(0o555)
+    environment = child_environment(FLEXOPS_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=str(home))
+    result = run_child("call.py", {"csrc": str(csrc)}, environment, prefix=obedient)
+    assert (result["values"], result["backend"]) == ([1.0, 4.0, 9.0], "reference")
+    assert "cannot be written" in result["reason"]
+    assert "FLEXOPS_CACHE_DIR" in result["fix"]
+    assert list(home.iterdir()) == []
+    mended = run_child("call.py", {"csrc": str(csrc)}, {**environment, "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}, prefix=obedient)
+    assert (mended["values"], mended["backend"]) == ([1.0, 4.0, 9.0], "jit")

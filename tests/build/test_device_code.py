@@ -246,6 +246,10 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Pa
     [
         (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(), "libnvrtc-builtins is not beside it"),
         (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
+        (
+            lambda folder: (folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1"),
+            "libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is another version's",
+        ),
     ],
 )
 def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path: Path, break_it: Any, said: str) -> None:
@@ -268,6 +272,51 @@ def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
     said = failure(device_code.obtain([plan(ROTATE, broken)], BuildCache(tmp_path / "cache"))[0])
     assert ROTATE in said
     assert "libnvrtc-builtins.so.13.0" in said
+    assert "fix: " in said
+    assert '--force-reinstall "nvidia-cuda-nvrtc==13.0.*"' in said
+
+
+def test_builtins_of_another_minor_are_said_with_the_mend(tmp_path: Path, compiler: DeviceCompiler, compilers: dict[tuple[int, int], DeviceCompiler]) -> None:
+    """As half an upgrade leaves them: the library then asks for its own by name, and finds none."""
+    (tmp_path / "libnvrtc.so.13").symlink_to(compiler.path)
+    (tmp_path / "libnvrtc-builtins.so.13.2").symlink_to(str(compilers[OLDEST].builtins))
+    mixed = nvrtc.read(str(tmp_path), SearchContext())
+    assert isinstance(mixed, DeviceCompiler)
+    said = failure(device_code.obtain([plan(ROTATE, mixed)], BuildCache(tmp_path / "cache"))[0])
+    assert "failed to open libnvrtc-builtins.so.13.0" in said
+    assert '--force-reinstall "nvidia-cuda-nvrtc==13.2.*"' in said
+
+
+def test_a_search_path_to_another_nvrtc_changes_nothing(tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (tmp_path / name).write_bytes(b"another one")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert device_code.obtain([plan(ROTATE, compiler)], BuildCache(tmp_path / "cache"))[0].entry
+
+
+def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_their_reason(tmp_path: Path) -> None:
+    from builds import TORCH
+
+    places = {"13.0": "site/nvidia/cu13/lib", "13.2": "conda/lib", "12.8": "home/lib64"}
+    for version, place in places.items():
+        (tmp_path / place).mkdir(parents=True)
+        for name in (f"libnvrtc.so.{version.partition('.')[0]}", f"libnvrtc-builtins.so.{version}"):
+            (tmp_path / place / name).write_bytes(b"")
+    site, conda, home = (str(tmp_path / name) for name in ("site", "conda", "home"))
+    context = SearchContext(site_dirs=(site,), conda_prefix=conda, cuda_home=home, root=str(tmp_path / "none"))
+
+    def chosen(cuda: str | None) -> tuple[str, dict[str, str]]:
+        choice = nvrtc.choose(nvrtc.find(context).usable, TORCH._replace(cuda=cuda), toolchain.compat.rules())
+        assert choice.value
+        versions = {str(tmp_path / place): version for version, place in places.items()}
+        return choice.value.version.major_minor, {versions[str(one.path.parent)]: one.reason for one in choice.rejected}
+
+    other_major = "CUDA 12.8 is of another major than torch's CUDA 13.0"
+    assert chosen("13.0") == ("13.0", {"13.2": "CUDA 13.2 would do; 13.0 is of the same minor as torch", "12.8": other_major})
+    assert chosen("13.3")[0] == "13.2"
+    assert chosen("13.3")[1]["13.0"] == "CUDA 13.0 would do; 13.2 is nearer to torch"
+    assert chosen("12.8")[0] == "12.8"
+    assert chosen(None) == ("12.8", {"13.0": "CUDA 13.0 would do; CUDA_HOME has 12.8", "13.2": "CUDA 13.2 would do; CUDA_HOME has 12.8"})
 
 
 @pytest.mark.usefixtures("compiler")
