@@ -179,10 +179,10 @@ def scramble(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def step_noise(step: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """32 random bits, in int64, for each element of tensors of one shape: from the step's number and where in memory an element comes."""
+def step_noise(step: Tensor, tensors: Sequence[Tensor], start: int = 0) -> Tensor:
+    """32 random bits, in int64, for each element of tensors of one shape: from the step's number and where in memory an element comes, from ``start`` on."""
     first = tensors[0]
-    count = torch.arange(first.numel(), device=first.device)
+    count = torch.arange(start, start + first.numel(), device=first.device)
     if len({tensor.stride() for tensor in tensors}) == 1 and torch.empty_like(first).stride() == first.stride():  # not row-major, but dense
         places = torch.empty_strided(first.shape, first.stride(), dtype=torch.int64, device=first.device)
         places.as_strided((first.numel(),), (1,)).copy_(count)

@@ -1,4 +1,4 @@
-"""Lion and LAMB with states of 16 bits (Adam's are in test_adam.py)."""
+"""Lion, LAMB and Adagrad with states of 16 bits (Adam's are in test_adam.py)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from flexops.op_builder import loader
 
 NARROW = [torch.bfloat16, torch.float16]
 BOTH = pytest.mark.parametrize("name", ["lion", "lamb"])
-CLASSES: dict[str, Any] = {"lion": optim.Lion, "lamb": optim.LAMB}
-AVERAGES = {"lion": ("exp_avg",), "lamb": ("exp_avg", "exp_avg_sq")}
+ALL = pytest.mark.parametrize("name", ["lion", "lamb", "adagrad"])
+CLASSES: dict[str, Any] = {"lion": optim.Lion, "lamb": optim.LAMB, "adagrad": optim.Adagrad}
+AVERAGES = {"lion": ("exp_avg",), "lamb": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
 
 
 def lists_of(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: str) -> Lists:
@@ -73,7 +74,7 @@ def test_every_instruction_set_rounds_alike(name: str) -> None:
 
 
 @ON_BOTH
-@BOTH
+@ALL
 @pytest.mark.parametrize("state_dtype", [None, "param", torch.bfloat16])
 def test_states_are_of_the_dtype_that_is_asked_for(name: str, state_dtype: torch.dtype | str | None, device: str) -> None:
     """And a state dict goes on where it was saved, bit for bit; one of another dtype is taken over."""
@@ -97,7 +98,7 @@ def test_states_are_of_the_dtype_that_is_asked_for(name: str, state_dtype: torch
     other = make(params, lr=0.01, state_dtype=torch.bfloat16 if state_dtype is None else None)
     other.load_state_dict(optimizer.state_dict())
     other.step()
-    assert {other.state[param]["exp_avg"].dtype for param in params} == {torch.bfloat16 if state_dtype is None else torch.float32}
+    assert {other.state[param][AVERAGES[name][0]].dtype for param in params} == {torch.bfloat16 if state_dtype is None else torch.float32}
 
 
 @BOTH
@@ -117,6 +118,61 @@ def test_a_thousand_steps(name: str) -> None:
 
     wide = trained()
     assert (trained(state_dtype=torch.bfloat16) - wide).norm() < 0.02 * wide.norm()
+
+
+@ON_BOTH
+def test_adagrads_sums_are_those_of_float32_rounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one of the two neighbours; the step is made with the sum before it is rounded; and pieces make no difference."""
+    grads = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(device)
+    made = []
+    for options, piece in (({}, 2**22), ({"state_dtype": torch.bfloat16}, 2**22), ({"state_dtype": torch.bfloat16}, 64)):
+        monkeypatch.setattr(optim.adagrad, "_PIECE", piece)
+        param = torch.nn.Parameter(torch.ones(7, 100, device=device))
+        optimizer = optim.Adagrad([param], lr=0.1, **options)
+        param.grad = grads.clone()
+        optimizer.step()
+        made.append((param.detach(), optimizer.state[param]["sum"].float(), optimizer.state[param]["step"]))
+    (wide, total, _), *narrow = made
+    for param, rounded, step in narrow:
+        assert torch.equal(param, wide)
+        assert ((rounded - total).abs() <= total * 2**-7).all()
+        assert (rounded != total.bfloat16()).any()
+        assert step == 1
+    assert torch.equal(narrow[0][1], narrow[1][1])
+
+
+def test_adagrads_sums_go_on_growing() -> None:
+    """Rounded to nearest, 8 bits stand still once a gradient's square is less than a 512th of the sum."""
+    grads = torch.randn(3000, 500, generator=torch.Generator().manual_seed(0))
+
+    def grown(**options: Any) -> float:
+        param = torch.nn.Parameter(torch.zeros(500))
+        optimizer = optim.Adagrad([param], **options)
+        for grad in grads:
+            param.grad = grad
+            optimizer.step()
+        return float(optimizer.state[param]["sum"].float().mean())
+
+    wide = grown()
+    assert abs(grown(state_dtype=torch.bfloat16) / wide - 1) < 0.02
+    assert grown(state_dtype=torch.bfloat16, stochastic_rounding=False) < 0.8 * wide
+
+
+def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
+    """A step that is left out leaves sums and counts as they are; the next one unscales."""
+    param = torch.nn.Parameter(torch.ones(40))
+    optimizer = optim.Adagrad([param], lr=0.1, state_dtype=torch.bfloat16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for factor in (1.0, float("inf"), 1.0):
+        before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
+        optimizer.zero_grad()
+        scaler.scale((param * 3.0).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = [param.detach(), *optimizer.state[param].values()]
+        assert all(map(torch.equal, before, after)) == (factor != 1.0)
+    assert optimizer.state[param]["step"] == 2
+    assert (optimizer.state[param]["sum"] - 18).abs().max() <= 0.125
 
 
 def test_what_is_refused() -> None:
