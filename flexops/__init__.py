@@ -123,6 +123,8 @@ def __dir__() -> list[str]:
 
 def _is_command_line() -> bool:
     """True in ``flexops ...`` and ``python -m flexops...``, which must start, and report, where torch is slow, broken or absent."""
+    if not hasattr(sys, "orig_argv"):  # Python 3.9, which doctor says is too old
+        return sys.argv[:1] == ["-m"]
     arguments = sys.orig_argv[1:]
     for position, argument in enumerate(arguments):
         if argument == "-m":
@@ -143,7 +145,19 @@ def _define_operators() -> None:
             gc.enable()
 
 
+def _refuse_unfit_python(version: tuple[int, ...], platform: str) -> None:
+    """Say in words what else would be a missing module of the standard library."""
+    from .errors import FlexopsError
+
+    if version < (3, 10):
+        found, fix = ".".join(map(str, version[:3])), "python3.12 -m venv .venv && . .venv/bin/activate"
+        raise ImportError(str(FlexopsError("flexops does not run on this Python", found=found, required="3.10 or newer", fix=fix)))
+    if platform == "win32":
+        raise ImportError(str(FlexopsError("flexops does not run on Windows", found=platform, required="Linux", fix="wsl --install   # WSL 2 is Linux")))
+
+
 if not _is_command_line():
+    _refuse_unfit_python(sys.version_info[:3], sys.platform)
     try:
         import_module("torch")
     except Exception as error:  # an absent torch raises ImportError, a library that does not match OSError, half an upgrade anything
