@@ -157,6 +157,17 @@ def store_of_ranks() -> Any:
     return _get_default_store()
 
 
+def sharded_tensors() -> Any:
+    """``torch.distributed.tensor``, which has DTensor since torch 2.5."""
+    from torch.distributed import tensor
+
+    if hasattr(tensor, "DTensor"):
+        return tensor
+    from torch.distributed import _tensor
+
+    return _tensor
+
+
 def compile_modes() -> list[str]:
     """What ``torch.compile`` takes as its mode."""
     return list(torch._inductor.list_mode_options())

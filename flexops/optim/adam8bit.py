@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .._torch import sharded_tensors
 from ..ops._multi_tensor import increment_versions
 from ..ops._register import is_distributed
 from ..ops.adam8bit import blocks
@@ -95,14 +96,14 @@ def _scales(param: Tensor) -> Tensor:
     """Zero scales, one for each block; of a DTensor, one for each block of every rank's part."""
     if not is_distributed(param):
         return torch.zeros(blocks(param.numel()), dtype=torch.float32, device=param.device)
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    distributed: Any = param
+    sharded, distributed = sharded_tensors(), cast(Any, param)
     mesh, largest, placements = distributed.device_mesh, list(param.shape), []
     for dimension, placement in enumerate(distributed.placements):
         replicated = placement.is_replicate()
-        placements.append(Replicate() if replicated else Shard(0))
+        placements.append(sharded.Replicate() if replicated else sharded.Shard(0))
         if not replicated:
             largest[placement.dim] = -(-largest[placement.dim] // mesh.size(dimension))
     count = blocks(torch.Size(largest).numel())  # of the largest part, so that all parts are of one size
-    return DTensor.from_local(torch.zeros(count, dtype=torch.float32, device=plain(param).device), mesh, placements, run_check=False)
+    zeros = torch.zeros(count, dtype=torch.float32, device=plain(param).device)
+    found: Tensor = sharded.DTensor.from_local(zeros, mesh, placements, run_check=False)
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import sharded_tensors
 from ..ops._multi_tensor import PARAM_DTYPES
 from ..ops._register import is_distributed
 from ..ops.grad_norm import clip_grads_, grad_norm
@@ -125,9 +126,8 @@ def _added_up(grad: Tensor) -> Tensor:
     distributed: Any = grad
     if not any(placement.is_partial() for placement in distributed.placements):
         return grad
-    from torch.distributed.tensor import Replicate
-
-    whole = [Replicate() if placement.is_partial() else placement for placement in distributed.placements]
+    replicate = sharded_tensors().Replicate()
+    whole = [replicate if placement.is_partial() else placement for placement in distributed.placements]
     added: Tensor = distributed.redistribute(distributed.device_mesh, whole)
     return added
 
