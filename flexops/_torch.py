@@ -49,6 +49,10 @@ not_compiled: Callable[..., Any] = getattr(getattr(torch, "_compile", None), "_d
 """Decorates what ``torch.compile`` leaves as it is; unlike the public one, without importing the compiler."""
 
 
+compiles_written_lists = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+"""Whether ``torch.compile`` takes ops that write lists of tensors: torch 2.4's stops with an error of its own, where a break in the graph would do."""
+
+
 def _any_requires_grad(*args: Any) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 

@@ -106,11 +106,18 @@ def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
             files = {}
     if not files:
         return {}, [f"pytest {arguments}: status {done.returncode}, and no test ran"]
-    narrowed = [one for one in shlex.split(arguments) if not (root / one).exists()]  # not all of a file's tests
+    narrowed = [one for one in shlex.split(arguments) if not _is_there(root / one)]  # not all of a file's tests
     wrong = [f"{file}: {name} fails" for file, one in files.items() for name in one["failed"]]
     if done.returncode and not wrong:
         wrong = [f"pytest {arguments}: status {done.returncode}"]
     return {" ".join([file, shlex.join(narrowed)]).strip(): {**_when(root), **one} for file, one in files.items()}, wrong
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long for one
+        return False
 
 
 def counted(report: Path, root: Path) -> dict[str, Facts]:

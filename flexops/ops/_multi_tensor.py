@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import compiles_written_lists, not_compiled
 from ._register import is_dense
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def on_cpu(tensors: Sequence[Any]) -> bool:
 
 
 def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]) -> Any:
-    """Call an op that writes lists of tensors, the first of which tells where it goes: without a tensor in it there is nothing to do.
+    """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in it there is nothing to do.
 
     Checking thousands of tensors in Python at every call would cost more than the step. The native kernels check, too: only when they have
     refused is it found out here, by ``check``, what to tell, in the same words and with the same type for every backend.
@@ -55,6 +56,10 @@ def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Calla
         raise
     increment_versions(written)
     return result
+
+
+write_lists = call_lists if compiles_written_lists else not_compiled(call_lists)
+"""For ops that write: what ``torch.compile`` cannot have in its graph runs between two."""
 
 
 def increment_versions(tensors: list[Tensor]) -> None:

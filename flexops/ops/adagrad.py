@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
 
 _SCHEMA = (
@@ -60,7 +60,7 @@ def adagrad_(
     lists = listed("adagrad_", params=params, grads=grads, sums=sums, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
-    call_lists(torch.ops.flexops.adagrad_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+    write_lists(torch.ops.flexops.adagrad_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
 
 
 def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

@@ -139,7 +139,7 @@ def _call(
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
     call = functools.partial(getattr(torch.ops.flexops, name), lr=number, lr_tensor=tensor, stochastic=stochastic, **numbers, **scalars)
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    multi.call_lists(call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars))
+    multi.write_lists(call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars))
 
 
 def _check(name: str, lists: Sequence[list[Tensor]], amsgrad: bool, **scalars: Tensor | None) -> None:

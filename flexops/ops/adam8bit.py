@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, call_lists, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr
+from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
 
 BLOCK = 256
@@ -85,7 +85,7 @@ def adam8bit_(
     )
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, eps, weight_decay, maximize, decoupled, tensor, grad_scale, found_inf)
-    call_lists(torch.ops.flexops.adam8bit_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+    write_lists(torch.ops.flexops.adam8bit_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
 
 
 def blocks(numel: int) -> int:

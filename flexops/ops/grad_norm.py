@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._difference import difference
-from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing
+from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing, write_lists
 from ._register import define
 
 
@@ -54,7 +54,7 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
     (tensors,) = listed("clip_grads_", grads=grads)
     if tensors:
         args = (tensors, total_norm, float(max_norm))
-        call_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))
+        write_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))
 
 
 def _check(name: str, grads: list[Tensor], total_norm: Tensor | None = None) -> None:

@@ -80,7 +80,7 @@ def lamb_(
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
     args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf, stochastic)
     scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
-    multi.call_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
+    multi.write_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
 
 
 def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:

@@ -64,7 +64,7 @@ def lion_(
     lists = multi.listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
     args = (*lists[:3], number, beta1, beta2, weight_decay, maximize, tensor, grad_scale, found_inf, lists[3], stochastic)
-    multi.call_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf, stochastic))
+    multi.write_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf, stochastic))
 
 
 def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None, stochastic: bool) -> None:

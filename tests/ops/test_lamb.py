@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_contract import DTYPES, ON_BOTH, Step, StepContract, assert_params_close, clone, make_lists, make_params, needs_mutable_lists, step_alike
+from step_contract import DTYPES, ON_BOTH, OPCHECKS, Step, StepContract, assert_params_close, clone, make_lists, make_params, step_alike
 from torch import Tensor
 
 import flexops
@@ -76,13 +76,12 @@ def test_the_passes_of_sharded_parameters_are_the_step(device: str) -> None:
         assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
 
 
-@needs_mutable_lists
 def test_opcheck_of_the_passes() -> None:
     lists = make_lists(TestStep.step, torch.float32, torch.bfloat16, "cpu", shapes=[(7,), (33, 65)])
     params, _, *states = lists
     numbers = 0.9, 0.999, 1e-6, 0.1
-    torch.library.opcheck(torch.ops.flexops.lamb_moments_.default, (*lists, *numbers, False, None, None))
-    torch.library.opcheck(torch.ops.flexops.lamb_apply_.default, (params, *states, torch.ones(2, 2), 0.1, *numbers, True, None, None))
+    torch.library.opcheck(torch.ops.flexops.lamb_moments_.default, (*lists, *numbers, False, None, None), test_utils=OPCHECKS)
+    torch.library.opcheck(torch.ops.flexops.lamb_apply_.default, (params, *states, torch.ones(2, 2), 0.1, *numbers, True, None, None), test_utils=OPCHECKS)
 
 
 def test_norms_of_the_wrong_shape_are_refused() -> None:

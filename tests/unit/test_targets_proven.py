@@ -92,7 +92,7 @@ def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
     counts = {"passed": 1, "failed": ["TestMore::test_bad", "test_set_up"], "skipped": {"why": 1, "why not": 2}}
     assert found == {"test_it.py": {"date": torch_proof.today(), "flexops": found["test_it.py"]["flexops"], **counts}}
     assert wrong == ["test_it.py: TestMore::test_bad fails", "test_it.py: test_set_up fails"]
-    assert list(torch_proof.run_tests("test_it.py -k 'good or gpu'", tmp_path)[0]) == ["test_it.py -k 'good or gpu'"]
+    assert list(torch_proof.run_tests(f"test_it.py -k 'good{' or gpu' * 50}'", tmp_path)[0]) == [f"test_it.py -k 'good{' or gpu' * 50}'"]
     assert torch_proof.run_tests("not_there.py", tmp_path) == ({}, ["pytest not_there.py: status 4, and no test ran"])
 
 
