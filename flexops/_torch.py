@@ -122,10 +122,11 @@ empty_strided_cuda: Callable[..., torch.Tensor] = getattr(_C._dynamo.guards, "_e
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
     """Let ``torch.utils.flop_counter`` know what ops cost: each formula takes the op's arguments, and gives a number."""
     try:
-        from torch.utils.flop_counter import register_flop_formula
+        from torch.utils.flop_counter import flop_registry, register_flop_formula
 
         for op, formula in formulas.items():
             register_flop_formula(op, get_raw=True)(formula)
+            flop_registry.setdefault(op, formula)  # torch 2.4 registers an op's overloads, and looks for the op
     except (ImportError, TypeError):  # an older torch, whose counter cannot be told
         return
 

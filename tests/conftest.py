@@ -113,6 +113,16 @@ def native_kernels(request: pytest.FixtureRequest) -> Callable[[str, str], None]
 
 
 @pytest.fixture(scope="session")
+def transformers_models() -> None:
+    """transformers' own models."""
+    import torch
+    from transformers.utils import is_torch_available
+
+    excuse = "transformers 5 takes torch from 2.5 on" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5) else ""
+    _require(is_torch_available(), excuse or "a transformers that takes this torch", "bash scripts/run_tests.sh, which installs both", excuse)
+
+
+@pytest.fixture(scope="session")
 def two_gpus() -> None:
     """A second GPU."""
     import torch

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,6 @@ from typer.testing import CliRunner
 from flexops.bench import model
 from flexops.cli._app import app
 from flexops.errors import FlexopsError
-
-
-@pytest.fixture(autouse=True)
-def _needs(require: Callable[..., None]) -> None:
-    require(importlib.util.find_spec("transformers"), "transformers", "pip install -r tests/requirements.txt")
 
 
 def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:

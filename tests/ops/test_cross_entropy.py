@@ -487,6 +487,7 @@ def test_accuracy_and_z_loss_where_no_row_counts() -> None:
         assert not any(each.any() for each in flexops.linear_cross_entropy(x, weight, target, reduction="none", **both))  # type: ignore[call-overload]
 
 
+@pytest.mark.usefixtures("transformers_models")
 def test_gemma_2s_loss() -> None:
     """That of transformers' own model, with its gradients."""
     from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM

@@ -320,7 +320,7 @@ def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("native", "transformers_models")
 def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
     """With its own modules: the same rotation and gradients, positions of each sample, and nothing kept but its tables as they are."""
     from transformers.models.llama import LlamaConfig
