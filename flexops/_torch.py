@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # documented, of a module that is not
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, of a module that is not
 from torch.utils._pytree import tree_leaves as tree_leaves

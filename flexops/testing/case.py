@@ -93,7 +93,7 @@ class Case:
     names: tuple[str, ...] = ()
     differentiable: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
-    shapes: tuple[Shape, ...] = ((3, 8), (5, 100), (64, 512))
+    shapes: tuple[Shape, ...] = ((3, 8), (5, 101), (64, 512))
     dtypes: tuple[torch.dtype, ...] = FLOATS
     dynamic: tuple[Shape, ...] = ()
     empty: tuple[Shape, ...] | None = None

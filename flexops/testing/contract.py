@@ -23,6 +23,7 @@ Each of the classes that it is put together from holds operators to one thing; w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -44,11 +45,17 @@ class Contract(Results, Gradients, Machinery, Refusals, Cuda):
     """The tests. A subclass called ``Test...`` names the cases."""
 
     cases: ClassVar[tuple[Case, ...]] = ()
+    _left_out: ClassVar[tuple[str, ...]] = ()
+    """Tests of which a class has no case, while classes derived from it may."""
 
     def __init_subclass__(cls) -> None:
-        for test in dir(cls):
-            if test.startswith("test_") and not any(map(_applies(getattr(cls, test)), cls.cases)):
-                setattr(cls, test, None)  # nothing to collect
+        left_out = []
+        for test in filter(re.compile("test_").match, dir(cls)):
+            found = next(base.__dict__[test] for base in cls.__mro__ if test in base.__dict__ and test not in base.__dict__.get("_left_out", ()))
+            applies = any("cuda" in case.devices or not test.startswith("test_cuda") for case in filter(_applies(found), cls.cases))
+            setattr(cls, test, found if applies else None)  # None: nothing to collect
+            left_out += [test] if found is not None and not applies else []
+        cls._left_out = tuple(left_out)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise by what a test asks for: ``case`` alone, ``device``, ``dtype``."""
@@ -60,6 +67,8 @@ class Contract(Results, Gradients, Machinery, Refusals, Cuda):
     def _parameters(self, test: Any, wanted: Sequence[str]) -> Iterator[Any]:
         gpu_only = test.__name__.startswith("test_cuda")
         for case in filter(_applies(test), self.cases):
+            if gpu_only and "cuda" not in case.devices:
+                continue
             for device in case.devices if "device" in wanted else (None,):
                 marks = [pytest.mark.gpu] if device == "cuda" or gpu_only else []
                 for dtype in case.dtypes if "dtype" in wanted else (None,):

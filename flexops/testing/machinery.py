@@ -45,6 +45,10 @@ class Machinery:
         assert calls, "no operator that is registered through flexops was reached"
         for op, args, kwargs in calls:
             torch.library.opcheck(op, args, kwargs, test_utils=opchecks(args))
+        for shape in case.shapes[1:]:  # what is written, or handed on, at any size
+            for op, args, kwargs in recorded(case, device, shape=shape):
+                if "test_schema" in opchecks(args):
+                    torch.library.opcheck(op, args, kwargs, test_utils="test_schema")
 
     @pytest.mark.usefixtures("_fresh_compiler")
     def test_compiles_whole(self, case: Case, device: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexops._torch import TorchDispatchMode, tree_map
 from flexops.ops import _register
 
-from .case import Args, Case, Make, Result, is_float, tensors_of
+from .case import Args, Case, Make, Result, Shape, is_float, tensors_of
 
 
 def cast(args: Args, dtype: torch.dtype) -> Args:
@@ -99,8 +99,8 @@ def opchecks(args: Args) -> Sequence[str]:
     return parts[1:] if any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.element_size() == 1 for arg in args) else parts
 
 
-def recorded(case: Case, device: str, *, dtype: torch.dtype | None = None) -> list[tuple[Any, Args, dict[str, Any]]]:
+def recorded(case: Case, device: str, *, dtype: torch.dtype | None = None, shape: Shape | None = None) -> list[tuple[Any, Args, dict[str, Any]]]:
     """The operators that the case reaches, each once, backward ones included, and arguments for them."""
     with Recorder() as recorder:
-        run(case.call, case.inputs(Make(dtype or case.dtypes[0], device), case.shapes[0]), case.differentiable)
+        run(case.call, case.inputs(Make(dtype or case.dtypes[0], device), shape or case.shapes[0]), case.differentiable)
     return list({str(call[0]): call for call in reversed(recorder.calls)}.values())

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Shape
 from step_contract import needs_mutable_lists
 from torch import Tensor
+from torch.testing._internal.optests import OpCheckError
 
 import flexops
+from flexops.op_builder.spec import Project
+from flexops.ops import _register
 
 
 def weights(make: Make, shape: Shape) -> tuple[Tensor]:
@@ -51,6 +59,81 @@ def test_the_environment_limits_the_instruction_set() -> None:
     for number, level in enumerate(ISA_LEVELS[:2]):
         run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"FLEXOPS_CPU_ISA": level}, capture_output=True, text=True, check=True)
         assert int(run.stdout) <= number
+
+
+# ---- operators that are wrong on purpose ----------------------------------------------------------------------------------------------------
+
+
+def doubled_is(function: Callable[[Tensor], Tensor]) -> Case:
+    """The case of an operator that ought to double; it is that of the swiglu family, whose library is there."""
+    name = f"doubled_{function.__name__}"
+    if not hasattr(torch.ops.contract_faults, name):
+        _register.define("x", f"{name}(Tensor x) -> Tensor", function, torch.empty_like, native=False, project=Project("contract_faults", Path()))
+    op = getattr(torch.ops.contract_faults, name)
+    return Case(name, "activation", op, weights, oracle=lambda x: x * 2, names=("x",), devices=("cpu",))
+
+
+def right(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def other_last_bits(x: Tensor, _calls: Iterator[int] = itertools.count()) -> Tensor:  # noqa: B008
+    return x * (2 * (1 + 1e-7 * (next(_calls) % 3)))
+
+
+def writes_where_large(x: Tensor) -> Tensor:
+    doubled = x * 2
+    if x.numel() > 1000:
+        x.detach().view(-1)[-1:].zero_()
+    return doubled
+
+
+def float32_under_autocast(x: Tensor) -> Tensor:
+    return (x * 2).float() if torch.is_autocast_enabled("cpu") else x * 2
+
+
+def forgets_an_odd_column(x: Tensor) -> Tensor:
+    doubled = x * 2
+    doubled[..., x.shape[-1] // 2 * 2 :] = 0
+    return doubled
+
+
+@pytest.mark.parametrize(
+    ("function", "test"),
+    [
+        (other_last_bits, "test_the_same_bits_twice"),
+        (writes_where_large, "test_opcheck"),
+        (float32_under_autocast, "test_autocast"),
+        (forgets_an_odd_column, "test_autocast"),
+    ],
+)
+def test_what_is_wrong_on_purpose_is_found(function: Callable[[Tensor], Tensor], test: str, native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("activation", "cpu")
+
+    class Broken(Contract):
+        cases = (doubled_is(function), doubled_is(right))
+
+    getattr(Broken(), test)(Broken.cases[1], device="cpu")
+    with pytest.raises((AssertionError, OpCheckError)):
+        getattr(Broken(), test)(Broken.cases[0], device="cpu")
+
+
+def test_what_a_class_leaves_out_those_derived_from_it_have() -> None:
+    class Helpers(Contract):
+        pass
+
+    class Mine(Helpers):
+        cases = (doubled_is(right),)
+        test_empty = None
+
+    class Differentiable(Mine):
+        cases = (replace(Mine.cases[0], differentiable=(0,)),)
+
+    assert Helpers.test_opcheck is None
+    assert Mine.test_opcheck is Differentiable.test_opcheck is Contract.test_opcheck
+    assert Mine.test_gradcheck is Mine.test_empty is Differentiable.test_empty is None
+    assert Differentiable.test_gradcheck is Contract.test_gradcheck
+    assert Differentiable.test_cuda_graph is None  # of a case for the CPU alone
 
 
 class TestQuant(Contract):
