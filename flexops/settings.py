@@ -268,5 +268,14 @@ def parse_size(name: str, text: str) -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
+def size_in_words(count: float) -> str:
+    """``512 B``, ``33 KiB``, ``5.0 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -17,6 +17,7 @@ from .. import settings
 from ..errors import CacheError
 from ..op_builder import cache_archive, counters, loader
 from ..op_builder.cache import BuildCache, Entry
+from ..settings import size_in_words
 from . import remote
 
 app = typer.Typer(no_args_is_help=True, help="Look at the build cache and keep it in order.")
@@ -37,7 +38,7 @@ def info(as_json: Json = False) -> None:
         facts = {"root": str(state.root), "entries": state.entries, "bytes": state.size, "max_bytes": state.max_size}
         typer.echo(json.dumps({**facts, "quarantined": state.quarantined, "problem": state.problem or None}, indent=1))
         return
-    typer.echo(f"{state.root}\n{state.entries} entries, {_size(state.size)} of at most {_size(state.max_size)} (FLEXOPS_CACHE_MAX_SIZE)")
+    typer.echo(f"{state.root}\n{state.entries} entries, {size_in_words(state.size)} of at most {size_in_words(state.max_size)} (FLEXOPS_CACHE_MAX_SIZE)")
     if state.quarantined:
         typer.echo(f"damaged entries put aside: {state.quarantined}; `flexops cache clear` removes them")
     if state.problem:
@@ -55,7 +56,7 @@ def stats(as_json: Json = False, prometheus: Annotated[bool, typer.Option("--pro
     else:
         for tier in counters.WRITTEN:
             row = totals[tier]
-            typer.echo(f"{tier:<10} {row['hits']:>7.0f} hits {row['misses']:>7.0f} misses {_size(row['bytes']):>10} {row['seconds']:>9.1f} s")
+            typer.echo(f"{tier:<10} {row['hits']:>7.0f} hits {row['misses']:>7.0f} misses {size_in_words(row['bytes']):>10} {row['seconds']:>9.1f} s")
 
 
 @app.command("list")
@@ -73,7 +74,7 @@ def list_entries(as_json: Json = False) -> None:
     table.add_column("for", overflow="fold")
     for entry in entries:
         what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
-        table.add_row(entry.manifest.name, entry.manifest.key[:12], _size(entry.size), _date(entry.last_used), what)
+        table.add_row(entry.manifest.name, entry.manifest.key[:12], size_in_words(entry.size), _date(entry.last_used), what)
     if entries:
         # A line for each entry where a program reads them; else as wide as the terminal, or COLUMNS.
         Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _UNBOUNDED, highlight=False, markup=False).print(table)
@@ -99,7 +100,7 @@ def clear(
         raise CacheError("no entries are called so", found=found, required="names as `flexops cache list` shows them", fix="flexops cache list")
     if not yes:
         chosen = [entry for entry in cache.entries() if not wanted or entry.manifest.name in wanted]
-        _ask(f"Remove {len(chosen)} entries ({_size(sum(entry.size for entry in chosen))}) from {cache.root}?")
+        _ask(f"Remove {len(chosen)} entries ({size_in_words(sum(entry.size for entry in chosen))}) from {cache.root}?")
     _say_removed(cache.clear(wanted))
 
 
@@ -153,11 +154,3 @@ def _date(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, OSError, ValueError):  # no date, on whatever clock
         return "?"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

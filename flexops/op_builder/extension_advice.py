@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from ..toolchain.probe import read_text
 from . import search
 from .extension_plan import Request
 from .includes import own_headers
@@ -41,7 +42,7 @@ def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[st
     """CUDA sources, with the header by which each reaches all of torch: its own include or one of the user's headers'."""
     for source in (step.inputs[0] for step in plan.steps if step.kind == "device"):
         text, folder = search.text_of(plan, source)
-        for one in (text, *map(search.read, own_headers(text, folder, request.include_dirs))):
+        for one in (text, *map(read_text, own_headers(text, folder, request.include_dirs))):
             if match := _WHOLE_TORCH.search(one):
                 yield source, match[1]
                 break

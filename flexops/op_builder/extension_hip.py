@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..errors import ArchitectureError, ToolchainError
+from ..errors import ToolchainError
 from ..toolchain import missing
 from ..toolchain.model import RocmToolkit, Toolchain, TorchBuild
 from . import hipify
 from .extension_plan import PythonBuild, Request, arguments_for_torch, base_plan, defines, system_includes, torch_libraries
+from .hip import no_architecture
 from .plan import HOST_STEP_BYTES, TORCH_HEADER_STEP_BYTES, BuildPlan, Step
 
 _HIP_FLAGS = ("-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1", "-DHIPBLAS_V2", "-fPIC")
@@ -57,8 +58,7 @@ def _offload_flags(request: Request, architectures: tuple[str, ...]) -> tuple[st
     if any("offload-arch" in flag or "amdgpu-target" in flag for flag in mine):
         return rdc
     if not architectures:
-        found = "no GPU here, PYTORCH_ROCM_ARCH unset"
-        raise ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
+        raise no_architecture()
     return (*(f"--offload-arch={name}" for name in architectures), *rdc)
 
 

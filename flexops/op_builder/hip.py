@@ -15,15 +15,11 @@ from .plan import (
     TORCH_HEADER_STEP_BYTES,
     BuildPlan,
     Step,
-    anchors,
     binding_flags,
-    choose_jobs,
     declared,
-    environment_identity,
     include_flags,
     library_name,
-    own_anchors,
-    own_sources,
+    plan_of,
 )
 from .spec import OpSpec
 
@@ -43,8 +39,7 @@ def plan_hip_op(
     if torch is None or host is None or rocm is None:
         raise ToolchainError("the ROCm toolchain is incomplete", fix="flexops doctor")
     if not architectures:
-        found = "no GPU here, PYTORCH_ROCM_ARCH unset"
-        raise ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
+        raise no_architecture()
     own = spec.project.roots(csrc)[0][1]
     common = (*include_flags(spec, csrc), "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
     binding = str(own / spec.binding) if spec.binding else BINDING
@@ -56,29 +51,21 @@ def plan_hip_op(
         path, output = str(own / source), f"{Path(source).stem}.hip.o"
         device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *declared(spec), *offload, "-c", path, "-o", output)
         steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
-    library, objects = library_name(spec, "cuda"), [step.output for step in steps]
+    objects = [step.output for step in steps]
     libraries = (f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", *(f"-L{path}" for path in rocm.library_dirs), "-lamdhip64")
-    link = (str(host.path), "-shared", *objects, "-o", library, *libraries)
-    steps.append(Step("link", library, tuple(objects), link))
+    library = library_name(spec, "cuda")
+    steps.append(Step("link", library, tuple(objects), (str(host.path), "-shared", *objects, "-o", library, *libraries)))
     recipe = Path(__file__).resolve()
-    places = anchors(toolchain, "cuda", *own_anchors(spec, csrc))
-    identity = (("host compiler", host.identity), ("torch", torch.abi_id), ("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
-    return BuildPlan(
-        name=f"{spec.name}-cuda",
-        steps=tuple(steps),
-        library=library,
-        sources=own_sources(spec, "cuda", csrc),
-        texts=spec.texts,
-        anchors=places,
-        identity=(*identity, *environment_identity(toolchain, places)),
+    identity = (("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
+    plan = plan_of(spec, "cuda", toolchain, steps, csrc=csrc, resources=resources, max_jobs=max_jobs, compiles="cuda", identity=identity)
+    return plan._replace(
         trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),
-        jobs=choose_jobs(tuple(steps), resources, max_jobs),
-        nvcc_threads=1,
-        device="cuda",
-        torch_abi=torch.abi_id,
         architectures=architectures,
-        launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
-        ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
         environment=(("HIP_PLATFORM", "amd"), ("ROCM_PATH", str(rocm.root))),
         recipe=(recipe, recipe.with_name("plan.py")),
     )
+
+
+def no_architecture() -> ArchitectureError:
+    found = "no GPU here, PYTORCH_ROCM_ARCH unset"
+    return ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')

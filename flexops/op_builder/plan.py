@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..errors import ToolchainError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..toolchain.model import HostCompiler, Toolchain, TorchBuild
     from ..toolchain.resources import Resources
     from .spec import DeviceType, OpSpec
@@ -142,25 +144,40 @@ def plan_op(
         ToolchainError: a part of the toolchain that this build needs is missing.
     """
     torch, steps = _require(toolchain), _compile_steps(spec, device, toolchain, csrc)
-    library, objects = library_name(spec, device), [step.output for step in steps]
+    objects = [step.output for step in steps]
     if torch.stable_abi:
         steps += _stub_steps(toolchain, csrc)
-    steps.append(_link_step(toolchain, objects, library))
-    host, places = toolchain.host, anchors(toolchain, "cpu", *own_anchors(spec, csrc))
+    steps.append(_link_step(toolchain, objects, library_name(spec, device)))
+    plan = plan_of(spec, device, toolchain, steps, csrc=csrc, resources=resources, max_jobs=max_jobs)
+    return plan._replace(isa_levels=_isa_levels(spec, toolchain)) if device == "cpu" else plan
+
+
+def plan_of(
+    spec: OpSpec, device: DeviceType, toolchain: Toolchain, steps: Sequence[Step], *, csrc: Path, resources: Resources, max_jobs: int | None,
+    compiles: DeviceType = "cpu", identity: tuple[tuple[str, str], ...] = (),
+) -> BuildPlan:  # fmt: skip
+    """The plan with these steps.
+
+    Args:
+        compiles: ``cuda`` if a device compiler is among the commands.
+        identity: of that.
+    """
+    torch, host, places = toolchain.torch, toolchain.host, anchors(toolchain, compiles, *own_anchors(spec, csrc))
+    assert torch is not None
+    assert host is not None
     return BuildPlan(
         name=f"{spec.name}-{device}",
         steps=tuple(steps),
-        library=library,
+        library=library_name(spec, device),
         sources=own_sources(spec, device, csrc),
         texts=spec.texts,
         anchors=places,
-        identity=(("host compiler", host.identity if host else ""), ("torch", torch.abi_id), *environment_identity(toolchain, places)),
-        trusted_roots=(str(torch.root), *(compiler_roots(host) if host else ())),
+        identity=(("host compiler", host.identity), ("torch", torch.abi_id), *identity, *environment_identity(toolchain, places)),
+        trusted_roots=(str(torch.root), *compiler_roots(host)),
         jobs=choose_jobs(tuple(steps), resources, max_jobs),
         nvcc_threads=1,
         device=device,
         torch_abi=torch.abi_id,
-        isa_levels=_isa_levels(spec, toolchain) if device == "cpu" else (),
         launcher=str(toolchain.launcher.path) if toolchain.launcher else "",
         ninja=str(toolchain.ninja.path) if toolchain.ninja else "ninja",
         recipe=(_RECIPE,),

@@ -190,13 +190,4 @@ def text_of(plan: BuildPlan, source: str) -> tuple[str, str]:
     text = dict(plan.texts).get(source)
     if text is not None:
         return text, ""
-    return (read(source), os.path.dirname(source)) if os.path.isabs(source) else ("", "")
-
-
-def read(path: str) -> str:
-    """A file's text; empty where it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
+    return (probe.read_text(source), os.path.dirname(source)) if os.path.isabs(source) else ("", "")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..compute_capability import ComputeCapability
     from .schema import Signature
 
-_REGISTERED = re.compile(r'FLEXOPS_IMPL\(\s*\w+,\s*"(\w+)')
-
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
 
@@ -127,7 +125,7 @@ class OpSpec:
             text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
         except OSError:
             return ()
-        return tuple(dict.fromkeys(_REGISTERED.findall(text)))
+        return tuple(dict.fromkeys(re.findall(r'FLEXOPS_IMPL\(\s*\w+,\s*"(\w+)', text)))
 
     @property
     def cpu_sources(self) -> tuple[str, ...]:

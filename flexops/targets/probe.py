@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 
-from ..toolchain.probe import output
+from ..toolchain.probe import output, read_text
 from .detection import Machine
 
 _SMI_PLACES = ("/usr/bin/nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi", "/opt/bin/nvidia-smi")
@@ -34,7 +34,7 @@ def machine(python: str | None = None) -> Machine:
 def nvidia() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Driver release, capability of every GPU, and what went wrong; all empty where there is no NVIDIA driver."""
     smi = shutil.which("nvidia-smi") or next(filter(os.path.exists, _SMI_PLACES), None)
-    loaded = _read(_DRIVER_FILE)
+    loaded = read_text(_DRIVER_FILE)
     if smi is None:
         return _release(loaded), (), ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",) if loaded else ()
     try:
@@ -62,7 +62,7 @@ def amd() -> tuple[str, ...]:
         nodes = sorted(os.listdir(_KFD_NODES))
     except OSError:
         return ()
-    return read_kfd(_read(f"{_KFD_NODES}/{node}/properties") for node in nodes)
+    return read_kfd(read_text(f"{_KFD_NODES}/{node}/properties") for node in nodes)
 
 
 def read_kfd(properties: Iterable[str]) -> tuple[str, ...]:
@@ -75,11 +75,3 @@ def read_kfd(properties: Iterable[str]) -> tuple[str, ...]:
 def _release(text: str) -> str:
     match = re.search(r"\b(\d{3}(?:\.\d+)+)\b", text)
     return match[1] if match else ""
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

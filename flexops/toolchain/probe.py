@@ -85,3 +85,12 @@ def read_plain(text: str, kind: str) -> tuple[Version, str]:
 
 
 _READERS: dict[str, Callable[[str], tuple[Version, str]]] = {"c++": read_compiler, "nvcc": read_nvcc, "hipcc": read_hipcc}
+
+
+def read_text(path: str) -> str:
+    """A small file's text; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

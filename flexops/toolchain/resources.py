@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .probe import read_text
+
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number of pages
 _V1_CPU_MOUNTS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 
@@ -36,7 +38,7 @@ def _affinity() -> int:
 
 
 def _available(root: str) -> int | None:
-    for line in _text(f"{root}/proc/meminfo").splitlines():
+    for line in read_text(f"{root}/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -45,7 +47,7 @@ def _available(root: str) -> int | None:
 def _quotas(root: str) -> Iterator[float]:
     """CPU quotas, in processors, of every cgroup this process is in."""
     for directory in _v2_directories(root):
-        words = _text(f"{directory}/cpu.max").split()
+        words = read_text(f"{directory}/cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             yield int(words[0]) / int(words[1])
     for directory in _v1_directories(root, "cpu", _V1_CPU_MOUNTS):
@@ -66,7 +68,7 @@ def _headroom(directory: str, limit_file: str, usage_file: str, reclaimable: str
     limit, usage = _number(f"{directory}/{limit_file}"), _number(f"{directory}/{usage_file}")
     if limit is None or usage is None or limit >= _UNLIMITED:
         return
-    cached = next((int(line.split()[1]) for line in _text(f"{directory}/memory.stat").splitlines() if line.startswith(f"{reclaimable} ")), 0)
+    cached = next((int(line.split()[1]) for line in read_text(f"{directory}/memory.stat").splitlines() if line.startswith(f"{reclaimable} ")), 0)
     yield max(0, limit - max(0, usage - cached))
 
 
@@ -86,7 +88,7 @@ def _v1_directories(root: str, controller: str, mounts: tuple[str, ...]) -> Iter
 
 def _memberships(root: str) -> Iterator[tuple[str, str]]:
     """(controllers, path) of each line of /proc/self/cgroup; v2 has no controllers there."""
-    for line in _text(f"{root}/proc/self/cgroup").splitlines():
+    for line in read_text(f"{root}/proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) == 3:
             yield fields[1], fields[2]
@@ -100,16 +102,8 @@ def _upwards(mount: str, path: str) -> Iterator[str]:
 
 
 def _number(path: str) -> int | None:
-    text = _text(path).strip()
+    text = read_text(path).strip()
     try:
         return int(text)
     except ValueError:
         return None  # "max", or no such file
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ...settings import size_in_words
 from ..facts import BuildTrial, CacheFact, Gpu, LibraryFact, LockFile, OpTrial
 from ..finding import Finding, fail, ok, warn
 
@@ -25,7 +26,7 @@ _OWN_CACHE = "export FLEXOPS_CACHE_DIR=<a directory of your own>"
 
 def cache(fact: CacheFact, *, needed: bool) -> Finding:
     """The build cache's directory. ``needed``: some op is neither compiled at install nor in the cache."""
-    found = f"{fact.root}, {fact.entries} entries, {_size(fact.size)} of at most {_size(fact.max_size)}, {_size(fact.free_bytes)} free"
+    found = f"{fact.root}, {fact.entries} entries, {size_in_words(fact.size)} of at most {size_in_words(fact.max_size)}, {size_in_words(fact.free_bytes)} free"
     if fact.problem:
         fix = f"{_OWN_CACHE}   # or FLEXOPS_CACHE_SHARED=1 if you trust who owns it"
         return fail("cache", fact.problem, "your own directory, which nobody else can write to", fix)
@@ -36,8 +37,8 @@ def cache(fact: CacheFact, *, needed: bool) -> Finding:
         judge = fail if needed else warn
         return judge("cache", fact.unwritable, "a directory that can be written to, for what has to be compiled", _OWN_CACHE)
     if fact.free_bytes < LEAST_FREE:
-        return warn("cache", found, f"{_size(LEAST_FREE)} free", "flexops cache prune --max-size 500M")
-    return ok("cache", found if fact.exists else f"{fact.root} (made at the first build), {_size(fact.free_bytes)} free")
+        return warn("cache", found, f"{size_in_words(LEAST_FREE)} free", "flexops cache prune --max-size 500M")
+    return ok("cache", found if fact.exists else f"{fact.root} (made at the first build), {size_in_words(fact.free_bytes)} free")
 
 
 def quarantine(fact: CacheFact) -> Finding:
@@ -133,7 +134,7 @@ def jobs(chosen: Settings, resources: Resources) -> Finding:
     """``MAX_JOBS`` against processors and memory. flexops never runs more than memory holds; torch's cpp_extension does what it says."""
     from ...op_builder.plan import TORCH_HEADER_STEP_BYTES
 
-    machine = f"{resources.cpus} processors, {_size(resources.memory_bytes)} free"
+    machine = f"{resources.cpus} processors, {size_in_words(resources.memory_bytes)} free"
     holds = max(1, resources.memory_bytes // TORCH_HEADER_STEP_BYTES) if resources.memory_bytes else resources.cpus
     best = max(1, min(resources.cpus, holds))
     if chosen.max_jobs is None:
@@ -141,7 +142,7 @@ def jobs(chosen: Settings, resources: Resources) -> Finding:
     found = f"MAX_JOBS={chosen.max_jobs} on {machine}"
     if resources.memory_bytes and chosen.max_jobs > holds and chosen.max_jobs > 1:
         need = chosen.max_jobs * TORCH_HEADER_STEP_BYTES
-        return warn("jobs", found, f"memory for all of them: {_size(need)} with torch's headers", f"export MAX_JOBS={best}")
+        return warn("jobs", found, f"memory for all of them: {size_in_words(need)} with torch's headers", f"export MAX_JOBS={best}")
     if chosen.max_jobs > resources.cpus:
         return warn("jobs", found, "no more jobs than processors", f"export MAX_JOBS={best}")
     threads = chosen.nvcc_threads or 1
@@ -186,11 +187,3 @@ def op_trial(fact: OpTrial, fallback: str) -> Finding:
 
 
 _BACKENDS = {"aot": "compiled at install", "jit": "compiled here"}
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

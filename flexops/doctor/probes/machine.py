@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from ... import distribution
+from ...toolchain.probe import read_text
 from ..facts import Gpu, GpuFact, PlatformFact, PythonFact, SettingsFact
 
 if TYPE_CHECKING:
@@ -151,12 +152,3 @@ def _installer() -> str:
 def _declared(environ: str) -> str:
     """systemd-nspawn, LXC and podman tell their first process which of them it is."""
     return next((entry.partition("=")[2] for entry in environ.split("\0") if entry.startswith("container=")), "")
-
-
-def read_text(path: str) -> str:
-    """A small file's text; empty where it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
