@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = ROOT / "flexops" / "op_builder" / "diagnose.py"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 CHECKS = ROOT / "flexops" / "doctor" / "checks"
 HEAD = """# Troubleshooting
@@ -31,14 +30,12 @@ that they know; a `…` stands for what depends on the machine.
 
 
 def diagnose() -> ModuleType:
-    """The module with the tables, by its path: with the package comes torch, which takes seconds and is not needed."""
-    spec = importlib.util.spec_from_file_location("flexops_diagnose", TABLES)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    """The module with the tables, of this checkout."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module("flexops.op_builder.diagnose")
+    finally:
+        sys.path.remove(str(ROOT))
 
 
 def troubleshooting() -> str:
