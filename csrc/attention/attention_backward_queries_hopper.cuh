@@ -129,14 +129,9 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
         wgmma<T, false, false>(dp, Do::rows(shape.d_o(), group * 64, step), V::rows(shape.v(turn_v.stage), 0, step), step > 0);
       wgmma_commit();
 
-      if constexpr (!Modifier::kPlain) wgmma_wait<0>(dp);
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) {
-        if constexpr (!Modifier::kPlain) {
-          float slope;
-          scores[i] = modifier(scores[i], row + i / 2 % 2 * 8, key + i / 4 * 8 + i % 2, slope);
-          dp[i] = (dp[i] - delta[i / 2 % 2]) * slope;
-        }
+      if constexpr (!Modifier::kPlain) {
+        wgmma_wait<0>(dp);
+        modify(scores, dp, delta, modifier, row, key);
       }
       if (is_partial(problem, s, first_row, 64, n * kN, kN)) mask(scores, problem, s, row, key);
 #pragma unroll

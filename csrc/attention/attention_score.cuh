@@ -100,9 +100,15 @@ FLEXOPS_DEVICE Dual where(bool condition, Dual a, Dual b) { return condition ? a
 #define FLEXOPS_SCORE return score;
 #endif
 FLEXOPS_DEVICE Dual defined_score([[maybe_unused]] Dual score, [[maybe_unused]] int b, [[maybe_unused]] int h, [[maybe_unused]] int q,
-                                  [[maybe_unused]] int k, [[maybe_unused]] const int* words) {
-  FLEXOPS_SCORE
-}
+                                  [[maybe_unused]] int k, [[maybe_unused]] const int* words){FLEXOPS_SCORE}
+
+/// For how many of a thread's scores the code of a modifier is written out, which is then gone through again; 0: for all of them. Of a long
+/// modifier, all of them would take most of the time that a kernel takes to compile.
+#if !defined(FLEXOPS_SCORES_AT_ONCE)
+#define FLEXOPS_SCORES_AT_ONCE 0
+#endif
+template <class Modifier>
+inline constexpr int kScoresAtOnce = 0;
 
 /// See "Score modifiers" in attention.cuh.
 struct Defined {
@@ -119,5 +125,7 @@ struct Defined {
     return out.value;
   }
 };
+template <>
+inline constexpr int kScoresAtOnce<Defined> = FLEXOPS_SCORES_AT_ONCE;
 
 }  // namespace flexops::attention

@@ -22,15 +22,56 @@ FLEXOPS_DEVICE float quad_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
+/// The first `kFirst` elements to the end, so that a loop finds the next ones where they were: registers have no index.
+template <int kFirst, int N>
+FLEXOPS_DEVICE void rotate(float (&x)[N]) {
+  if constexpr (kFirst < N) {
+    float first[kFirst];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < kFirst) first[i] = x[i];
+      x[i] = i + kFirst < N ? x[i + kFirst] : first[i + kFirst - N];
+    }
+  }
+}
+
+/// How many of a fragment's scores a modifier's code is written out for.
+template <class Modifier, int N>
+FLEXOPS_DEVICE constexpr int scores_at_once() {
+  constexpr int kAtOnce = kScoresAtOnce<Modifier> > 0 ? kScoresAtOnce<Modifier> : N;
+  static_assert(N % kAtOnce == 0 && kAtOnce % 4 == 0);
+  return kAtOnce;
+}
+
 /// Modified and masked scores. `row` and `key` are those of the fragment's first element.
 template <class Modifier, int N>
 FLEXOPS_DEVICE void modify(float (&scores)[N], const Modifier& modifier, int row, int key) {
   if constexpr (!Modifier::kPlain) {
+    constexpr int kAtOnce = scores_at_once<Modifier, N>();
+#pragma unroll 1
+    for (int first = 0; first < N; first += kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float slope;
-      scores[i] = modifier(scores[i], row + i / 2 % 2 * 8, key + i / 4 * 8 + i % 2, slope);
+      for (int i = 0; i < kAtOnce; ++i) {
+        float slope;
+        scores[i] = modifier(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2, slope);
+      }
+      rotate<kAtOnce>(scores);
     }
+  }
+}
+/// The same, while `gradient`, dP, becomes that of the product. `delta`: of the two rows.
+template <class Modifier, int N>
+FLEXOPS_DEVICE void modify(float (&scores)[N], float (&gradient)[N], const float (&delta)[2], const Modifier& modifier, int row, int key) {
+  constexpr int kAtOnce = scores_at_once<Modifier, N>();
+#pragma unroll 1
+  for (int first = 0; first < N; first += kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float slope;
+      scores[i] = modifier(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2, slope);
+      gradient[i] = (gradient[i] - delta[i / 2 % 2]) * slope;
+    }
+    rotate<kAtOnce>(scores), rotate<kAtOnce>(gradient);
   }
 }
 template <int N>
@@ -53,11 +94,16 @@ FLEXOPS_DEVICE void modify_transposed(float (&scores)[N], float (&gradient)[N], 
   if constexpr (!Modifier::kPlain) {
     const Sequence s(p, batch, head);
     const Modifier modifier(p, s);
+    constexpr int kAtOnce = scores_at_once<Modifier, N>();
+#pragma unroll 1
+    for (int first = 0; first < N; first += kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float slope;
-      scores[i] = modifier(scores[i], query + i / 4 * 8 + i % 2, key + i / 2 % 2 * 8, slope);
-      gradient[i] *= slope;
+      for (int i = 0; i < kAtOnce; ++i) {
+        float slope;
+        scores[i] = modifier(scores[i], query + 2 * first + i / 4 * 8 + i % 2, key + i / 2 % 2 * 8, slope);
+        gradient[i] *= slope;
+      }
+      rotate<kAtOnce>(scores), rotate<kAtOnce>(gradient);
     }
   }
 }

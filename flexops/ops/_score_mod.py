@@ -211,7 +211,7 @@ class ScoreMod:
         self._trace, self._result = trace, result
         self.text = " ".join([*(f"const auto t{i} = {self._line(i)};" for i in range(len(_ARGUMENTS), len(trace))), f"return {self._place(result)};"])
         self.number = int(hashlib.sha256(self.text.encode()).hexdigest()[:15], 16)
-        provider_texts.add(self.number, f"#define FLEXOPS_SCORE {self.text}\n")
+        provider_texts.add(self.number, f"#define FLEXOPS_SCORE {self.text}\n#define FLEXOPS_SCORES_AT_ONCE {_at_once(trace)}\n")
         known[self.number] = self
 
     def words(self, device: torch.device) -> Tensor | None:
@@ -298,6 +298,17 @@ class ScoreMod:
         if name == "where":
             return f"score::where({given[0]}, Dual({given[1]}), Dual({given[2]}))"
         return f"score::{name}({', '.join(f'Dual({one})' for one in given)})"
+
+
+_FUNCTIONS = {*_UNARY, *_INTEGERS, "div", "at"} - {"neg", "abs"}
+_LONG = 24  # operations; a function counts as four
+
+
+def _at_once(trace: list[tuple[str, tuple[Any, ...], str]]) -> int:
+    """For how many of a thread's scores kernels write a modifier out, 0 for all of them (``csrc/attention/attention_score.cuh``). Written out for all, a long
+    one is most of what NVRTC has to do: ten seconds for twenty functions, where a loop over eight scores, which moves registers, takes it 1.7."""
+    operations = sum(4 if name in _FUNCTIONS else 1 for name, _, _ in trace[len(_ARGUMENTS) :])
+    return 8 if operations > _LONG else 0
 
 
 def _table(trace: list[tuple[str, tuple[Any, ...], str]], number: int, tensor: Tensor, name: str) -> Table | Symbol:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +43,20 @@ def test_a_sample_of_the_rare_ones_compiles(library: Path, version: tuple[int, i
         assert f".text.{entry.manifest.symbol}\0".encode() in entry.library.read_bytes()
 
 
-@pytest.mark.parametrize(("version", "architecture"), [((12, 1), "8.0"), ((13, 0), "9.0")])
-def test_score_modifiers_compile(library: Path, version: tuple[int, int], architecture: str, tmp_path: Path, require: Any) -> None:
-    """One that looks things up, in the kernels of every direction: forward, backward and for few queries."""
+LOOKED_UP = "max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf"
+LONG = f"sin(exp(tanh(sqrt(abs(score)) / 9))) * sigmoid(log(score * score + 1)) * cos(score) + ({LOOKED_UP})"
+
+
+@pytest.mark.parametrize(("version", "architecture", "text", "at_once"), [((12, 1), "8.0", LONG, 8), ((13, 0), "9.0", LOOKED_UP, 0), ((13, 0), "9.0", LONG, 8)])
+def test_score_modifiers_compile(
+    library: Path, version: tuple[int, int], architecture: str, text: str, at_once: int, tmp_path: Path, require: Any
+) -> None:
+    """Some that look things up, in the kernels of every direction: forward, backward and for few queries."""
     found = {(one.value.version.major, one.value.version.minor): one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
     require(version in found, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
     tables = {"bias": torch.ones(4, 79), "document": torch.arange(40), "keep": torch.ones(40, dtype=torch.bool)}
-    score_mod = ScoreMod("max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf", **tables)
+    score_mod = ScoreMod(text, **tables)
+    assert f"FLEXOPS_SCORES_AT_ONCE {at_once}\n" in provider_texts.of(score_mod.number)
     one = parse_arch_list(architecture)[0]
     kernels = {name.partition("<")[0]: name for name in kernel_names.rare_names_in(library) if name.endswith("Defined>") and kernel_names.fitted(name, one)}
     if architecture == "8.0":
@@ -58,6 +66,41 @@ def test_score_modifiers_compile(library: Path, version: tuple[int, int], archit
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
         result.require()
+
+
+LOOP = """
+#include "attention/attention_softmax.cuh"
+#include <cstdio>
+namespace flexops::attention {
+template <int kAtOnce> struct Numbered {
+  static constexpr bool kPlain = false;
+  float operator()(float score, int row, int key, float& slope) const { return slope = score + 100 * row + key / 128.0f, slope; }
+};
+template <> inline constexpr int kScoresAtOnce<Numbered<8>> = 8;
+template <int kAtOnce, int N> void run(float (&scores)[N], float (&gradient)[N], float (&both)[N]) {
+  const float delta[2] = {3, 5};
+  for (int i = 0; i < N; ++i) scores[i] = i, gradient[i] = 2 * i, both[i] = i;
+  modify(scores, Numbered<kAtOnce>(), 7, 11);
+  modify(both, gradient, delta, Numbered<kAtOnce>(), 7, 11);
+}
+template <int N> int differences() {
+  float all[3][N], looped[3][N];
+  run<0>(all[0], all[1], all[2]), run<8>(looped[0], looped[1], looped[2]);
+  int found = 0;
+  for (int i = 0; i < 3 * N; ++i) found += all[i / N][i % N] != looped[i / N][i % N];
+  return found;
+}
+}  // namespace flexops::attention
+int main() { printf("%d %d %d", flexops::attention::differences<8>(), flexops::attention::differences<40>(), flexops::attention::differences<88>()); }
+"""
+
+
+def test_a_loop_over_scores_gives_each_its_place(tmp_path: Path, host_compiler: Any) -> None:
+    """Of a long modifier, code for eight scores is gone through again with the registers moved: run on the CPU, it does what code for all of them does."""
+    (tmp_path / "loop.cpp").write_text(LOOP)
+    command = [str(host_compiler.path), "-std=c++17", "-O1", f"-I{layout.csrc_root()}", str(tmp_path / "loop.cpp"), "-o", str(tmp_path / "loop")]
+    subprocess.run(command, check=True)
+    assert subprocess.run([str(tmp_path / "loop")], check=True, capture_output=True, text=True).stdout == "0 0 0"
 
 
 def test_builds_ahead_of_time_have_all_tilings_and_no_modifiers(library: Path) -> None:
