@@ -244,7 +244,7 @@ _backward_composed = builtin(torch.ops.flexops.attention_composed_backward.defau
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> int:
     """Two products, as torch counts its own: what a mask leaves out is not taken off. Of packed sequences as if all were as long as the longest."""
-    named.pop("out_val", None)
+    named.pop("out_val", None)  # the counter's
     o, batch = Options(*given, **named), q.shape[0]
     (queries, heads), keys = (q.shape[2:0:-1], k.shape[2]) if o.heads_first else (q.shape[-3:-1], k.shape[-3])
     if o.cu_seqlens_q is not None:
