@@ -143,6 +143,12 @@ def is_unheard(module: torch.nn.Module) -> bool:
     return not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
 
 
+def hears_of_parameters_only(module: torch.nn.Module) -> bool:
+    """Whether only those listen who gather a module's parameters: FSDP and DeepSpeed, whom results do not concern."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+    return all(str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")) for hook in hooks)
+
+
 def remove_pre_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
     """Without its handle, which would go into every copy of the module."""
     for key in [key for key, one in module._forward_pre_hooks.items() if one is hook]:

@@ -40,7 +40,7 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
     return entry
 
 
-_OPTIONS = ("eps", "offset", "kind", "names", "ahead", "siblings")
+_OPTIONS = ("eps", "offset", "kind", "act", "names", "ahead", "siblings")
 
 
 def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -170,9 +170,21 @@ def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
     return down(swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind))
 
 
+Act = tuple[str, Any]
+"""The name and the class of a block's activation, when the block was patched."""
+
+
+def _is_as_it_was(module: Any, act: Act) -> bool:
+    """Whether the activation is still that one, and nobody listens to its calls."""
+    found = getattr(module, act[0])
+    return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
+
+
 @replacement
-def gated_mlp(module: Any, x: Tensor, *, kind: str) -> Any:
+def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act) -> Any:
     """``down(act(gate(x)) * up(x))``."""
+    if not _is_as_it_was(module, act):
+        return plain(module, x)
     gate, up = pair(x, module.gate_proj, module.up_proj)
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
@@ -180,8 +192,10 @@ def gated_mlp(module: Any, x: Tensor, *, kind: str) -> Any:
 
 
 @replacement
-def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str) -> Any:
+def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act) -> Any:
     """The same with gate and up in one product: Phi-3."""
+    if not _is_as_it_was(module, act):
+        return plain(module, hidden_states)
     both = module.gate_up_proj(hidden_states)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
         return plain(module, hidden_states)
@@ -189,10 +203,10 @@ def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str) -> Any:
 
 
 @replacement
-def mlp(module: Any, hidden_states: Tensor, *, kind: str, names: tuple[str, str]) -> Any:
+def mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act, names: tuple[str, str]) -> Any:
     """``second(act(first(x)))``, the first one's bias added where the activation reads it; ``names`` are those of the two layers, the second may be ""."""
     first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
-    if hidden_states.dtype not in _DTYPES or not is_bare(first) or first.bias is None:
+    if hidden_states.dtype not in _DTYPES or not is_bare(first) or first.bias is None or not _is_as_it_was(module, act):
         return plain(module, hidden_states)
     x = F.linear(hidden_states, first.weight)
     x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]

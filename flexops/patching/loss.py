@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import hears_of_parameters_only, is_unheard
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import plain
 
@@ -28,6 +29,8 @@ def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, la
     """Whether the loss can be had without logits, and nobody has asked for these."""
     skip = module.training if skip_logits is None else skip_logits
     if labels is None or not skip or not isinstance(logits_to_keep, int) or logits_to_keep != 0 or not is_replaced(module.get_output_embeddings()):
+        return False
+    if not hears_of_parameters_only(module.get_output_embeddings()):  # hooks that want logits would get the loss
         return False
     return "_loss_function" not in module.__dict__  # somebody's own, which wants logits
 
@@ -98,7 +101,7 @@ def masked_lm(
         "attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds,
         "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
     }  # fmt: skip
-    if not _takes_labels(module, skip_logits, 0, labels):
+    if not _takes_labels(module, skip_logits, 0, labels) or not is_unheard(module.cls) or not is_unheard(module.cls.predictions):
         form = {} if return_dict is None else {"return_dict": return_dict}
         return plain(module, input_ids, **inputs, labels=labels, **form, **kwargs)
     assert labels is not None

@@ -139,7 +139,7 @@ def _is_gated(module: Any) -> str:
 
 
 def _gated_swap(module: Any) -> Swap:
-    return [(module, functools.partial(forwards.gated_mlp, module, kind=_kind(module.act_fn)))]
+    return [(module, functools.partial(forwards.gated_mlp, module, kind=_kind(module.act_fn), act=("act_fn", type(module.act_fn))))]
 
 
 def _tiny_gated(module: Any) -> Miniature:
@@ -149,7 +149,8 @@ def _tiny_gated(module: Any) -> Miniature:
 
 
 def _packed_swap(module: Any) -> Swap:
-    return [(module, functools.partial(forwards.packed_mlp, module, kind=_kind(module.activation_fn)))]
+    kind, act = _kind(module.activation_fn), ("activation_fn", type(module.activation_fn))
+    return [(module, functools.partial(forwards.packed_mlp, module, kind=kind, act=act))]
 
 
 def _tiny_packed(module: Any) -> Miniature:
@@ -159,7 +160,8 @@ def _tiny_packed(module: Any) -> Miniature:
 
 def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern:
     def swap(module: Any) -> Swap:
-        return [(module, functools.partial(forwards.mlp, module, kind=_kind(getattr(module, act)), names=(first, second)))]
+        activation = getattr(module, act)
+        return [(module, functools.partial(forwards.mlp, module, kind=_kind(activation), act=(act, type(activation)), names=(first, second)))]
 
     def miniature(module: Any) -> Miniature:
         parts = {first: linear(WIDTH, INNER), act: getattr(module, act)} | ({second: linear(INNER, WIDTH)} if second else {})

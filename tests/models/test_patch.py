@@ -232,6 +232,24 @@ def test_hooks_see_what_they_saw() -> None:
     torch.testing.assert_close(seen[0], model.model.layers[1].input_layernorm(expected[1]), atol=1e-5, rtol=1e-5)
 
 
+def test_hooks_on_what_is_not_called_any_more() -> None:
+    """On the last layer, of whose logits the loss is made without them, and on an activation, which is part of a product: also where they come later."""
+    for late in (False, True):
+        found = []
+        for patched in (False, True):
+            model, inputs = tiny.model("llama").train(), tiny.batch("llama")
+            if patched and late:
+                flexops.patch(model)
+                results(model, inputs)
+            model.lm_head.register_forward_hook(lambda _, __, logits: logits * 1.1)
+            model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, __, output: output * 1.2)
+            model.model.layers[1].mlp.act_fn = nn.GELU()
+            if patched and not late:
+                flexops.patch(model)
+            found.append(visible(results(model, inputs), inputs))
+        assert max(distance(found[1], found[0]).values()) < 1e-4
+
+
 def test_the_next_norm_is_computed_with_the_sum() -> None:
     """That the layers are fused at all: but for the first, no layer's first norm is computed by itself, nor is the last."""
     from flexops.patching import forwards
