@@ -33,17 +33,17 @@ enum class Isa { baseline, avx2, avx512 };
   namespace avx512 {             \
   __VA_ARGS__;                   \
   }
-#define FLEXOPS_ISA_CALL(function)                                              \
-  (::flexops::cpu_isa() == ::flexops::Isa::avx512 ? ::flexops::avx512::function \
-   : ::flexops::cpu_isa() == ::flexops::Isa::avx2 ? ::flexops::avx2::function   \
-                                                  : ::flexops::baseline::function)
+#define FLEXOPS_ISA_CALL(function)                                   \
+  (::flexops::cpu_isa() == ::flexops::Isa::avx512 ? avx512::function \
+   : ::flexops::cpu_isa() == ::flexops::Isa::avx2 ? avx2::function   \
+                                                  : baseline::function)
 #else  // elsewhere there is one level, the compiler's default
 #define FLEXOPS_HAS_ISA_LEVELS 0
 #define FLEXOPS_ISA_DECLARE(...) \
   namespace baseline {           \
   __VA_ARGS__;                   \
   }
-#define FLEXOPS_ISA_CALL(function) (::flexops::baseline::function)
+#define FLEXOPS_ISA_CALL(function) (baseline::function)
 #endif
 
 #if !defined(FLEXOPS_ISA) && !defined(__CUDACC__) && !defined(__HIPCC__)  // the binding's part: neither kernels nor launchers ask

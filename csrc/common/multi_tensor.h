@@ -18,6 +18,7 @@ struct TensorRow {
 
   bool is_f32(int k) const { return array[k] == nullptr || type[k] == ElementType::f32; }
   bool is_bf16(int k) const { return type[k] == ElementType::bf16; }
+  void drop(int k) { array[k] = nullptr, type[k] = ElementType::f32; }
 };
 
 /// The numbers that every optimizer's step takes.

@@ -45,6 +45,8 @@ struct TensorColumn {
   bool any_width;       // fp32, bf16 or fp16; else of `dtype`
   bool written = true;  // a copy that stands in for a tensor is written back
   Dtype dtype = Dtype::f32;
+  bool optional = false;  // an empty list: no row has that array
+  int64_t block = 0;      // if not 0: a number for each so many elements of the row, contiguous
 };
 
 inline Text name_of(const char* list, size_t index) { return {list, "[", index, "]"}; }
@@ -53,13 +55,13 @@ inline void check_length(const char* op, const char* list, const TensorList& ten
   FLEXOPS_CHECK(tensors.size() == expected, op, ": ", list, " must hold ", expected, " tensors, as ", first, " does, got ", tensors.size());
 }
 
-/// As on_this_device_type, but on this very device. No other device has a GPU's number.
+/// As on_this_device_type, but on this very device. No other device has a GPU's number, and there is one CPU.
 inline bool is_on(const Tensor& tensor, int32_t device) {
-  return tensor.device_index() == device && (FLEXOPS_DEVICE_CUDA || on_this_device_type(tensor));
+  return FLEXOPS_DEVICE_CUDA ? tensor.device_index() == device : on_this_device_type(tensor);
 }
 
 /// The address of an optional number that is read on the device when the op runs; nullptr if it is not there.
-inline const float* check_number(const char* op, const char* name, const std::optional<Tensor>& tensor, const char* first, int32_t device) {
+inline const float* check_number(const char* op, const char* first, int32_t device, const char* name, const std::optional<Tensor>& tensor) {
   if (!tensor) return nullptr;
   FLEXOPS_CHECK(tensor->numel() == 1 && tensor->dtype() == Dtype::f32, op, ": ", name, " must be a float32 tensor of one element");
   FLEXOPS_CHECK(is_on(*tensor, device), op, ": ", name, " must be on the device of ", first);
@@ -70,37 +72,33 @@ inline const float* check_number(const char* op, const char* name, const std::op
 /// column's) do, or not row-major if that is asked for, are replaced by contiguous copies, which finish() writes back.
 class TensorTable {
  public:
-  TensorTable(const char* op, std::initializer_list<TensorColumn> columns, TensorList* steps, bool row_major = false)
+  TensorTable(const char* op, std::initializer_list<TensorColumn> columns, const char* steps_name, TensorList* steps, bool row_major)
       : op_(op), first_(columns.begin()->name), device_(columns.begin()->tensors[0].device_index()), row_major_(row_major) {
     const size_t count = columns.begin()->tensors.size();
     for (const TensorColumn& column : columns) let_go_.add(column.tensors);
     if (steps) let_go_.add(*steps);
-    for (const TensorColumn& column : columns) check_length(op, column.name, column.tensors, first_, count);
+    Columns present;
+    int place = 0;
+    for (const TensorColumn& column : columns) {
+      if (!column.optional || !column.tensors.empty()) {
+        check_length(op, column.name, column.tensors, first_, count);
+        present.column[present.count] = &column, present.place[present.count++] = place;
+      }
+      ++place;
+    }
     rows_.resize(count);
-    for (size_t i = 0; i < count; ++i) add(columns, i);
-    if (steps) add_steps(*steps);
+    for (size_t i = 0; i < count; ++i) add(present, i);
+    if (steps) add_steps(steps_name, *steps);
   }
 
-  std::vector<TensorRow>& rows() { return rows_; }
-  const TensorRow* data() const { return rows_.data(); }
+  TensorRow* data() { return rows_.data(); }
   /// One more list of the op's, which the table then lets go, too.
   void hold(TensorList& list) { let_go_.add(list); }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   int32_t device() const { return device_; }
 
   const float* number(const char* name, const std::optional<Tensor>& tensor) const {
-    return check_number(op_, name, tensor, first_, device_);
-  }
-
-  /// What every optimizer's step takes.
-  void fill(StepOptions& options, double lr, const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
-            const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) const {
-    options.lr = lr;
-    options.lr_tensor = number("lr", lr_tensor);
-    options.weight_decay = weight_decay;
-    options.maximize = maximize;
-    options.grad_scale = number("grad_scale", grad_scale);
-    options.found_inf = number("found_inf", found_inf);
+    return check_number(op_, first_, device_, name, tensor);
   }
 
   void check_place(const char* list, size_t index, const Tensor& tensor) const {
@@ -112,35 +110,48 @@ class TensorTable {
   }
 
  private:
-  void add(std::initializer_list<TensorColumn> columns, size_t i) {
+  /// The columns that are there, and the numbers of their arrays.
+  struct Columns {
+    const TensorColumn* column[TensorRow::kMostArrays];
+    int place[TensorRow::kMostArrays];
+    int count = 0;
+  };
+
+  /// Row i; all of it was zero.
+  void add(const Columns& columns, size_t i) {
     TensorRow& row = rows_[i];
-    const Tensor& param = columns.begin()->tensors[i];
+    const Tensor& param = columns.column[0]->tensors[i];
     const int64_t dim = param.dim(), *sizes = param.sizes();
     bool all_contiguous = true;
-    int k = 0;
-    for (const TensorColumn& column : columns) {
+    for (int n = 0; n < columns.count; ++n) {
+      const TensorColumn& column = *columns.column[n];
       const Tensor& tensor = column.tensors[i];
       check_place(column.name, i, tensor);
-      row.type[k] = type_of(column, i, tensor);
-      FLEXOPS_CHECK(k == 0 || has_shape(tensor, sizes, dim), op_, ": ", name_of(column.name, i), " must have the shape of its parameter, ",
+      row.type[columns.place[n]] = type_of(column, i, tensor);
+      if (column.block) continue;
+      FLEXOPS_CHECK(n == 0 || has_shape(tensor, sizes, dim), op_, ": ", name_of(column.name, i), " must have the shape of its parameter, ",
                     shape_text(param), ", got ", shape_text(tensor));
       all_contiguous = all_contiguous && tensor.is_contiguous();
-      ++k;
     }
     bool same = all_contiguous;  // elements lie in the same order everywhere
     if (!all_contiguous && !row_major_) {
       same = is_dense(param);
-      for (const TensorColumn& column : columns) same = same && same_strides(param, column.tensors[i]);
+      for (int n = 0; same && n < columns.count; ++n) same = columns.column[n]->block || same_strides(param, columns.column[n]->tensors[i]);
     }
     row.numel = 1;
     for (int64_t d = 0; d < dim; ++d) row.numel *= sizes[d];
-    row.step = nullptr;
-    k = 0;
-    for (const TensorColumn& column : columns) {
+    for (int n = 0; n < columns.count; ++n) {
+      const TensorColumn& column = *columns.column[n];
       const Tensor& tensor = column.tensors[i];
-      row.array[k++] = same || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
+      if (column.block) check_blocks(column, i, tensor, row.numel);
+      row.array[columns.place[n]] = same || column.block || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
     }
-    for (; k < TensorRow::kMostArrays; ++k) row.array[k] = nullptr, row.type[k] = ElementType::f32;
+  }
+
+  void check_blocks(const TensorColumn& column, size_t i, const Tensor& tensor, int64_t numel) const {
+    const int64_t blocks = numel / column.block + (numel % column.block != 0);
+    FLEXOPS_CHECK(tensor.numel() >= blocks && tensor.is_contiguous(), op_, ": ", name_of(column.name, i), " must be a contiguous ",
+                  dtype_name(tensor.dtype()), " tensor of at least ", blocks, " elements, got shape ", shape_text(tensor));
   }
 
   static bool has_shape(const Tensor& tensor, const int64_t* sizes, int64_t dim) {
@@ -148,13 +159,13 @@ class TensorTable {
   }
 
   /// A tensor of one element for each row, or one tensor for all rows.
-  void add_steps(const TensorList& steps) {
+  void add_steps(const char* name, const TensorList& steps) {
     const bool joined = steps.size() == 1 && steps[0].dim() == 1 && steps[0].numel() == size() && steps[0].is_contiguous();
-    if (!joined) check_length(op_, "state_steps", steps, first_, rows_.size());
+    if (!joined) check_length(op_, name, steps, first_, rows_.size());
     for (size_t i = 0; i < steps.size(); ++i) {
       const Tensor& step = steps[i];
-      check_place("state_steps", i, step);
-      FLEXOPS_CHECK(step.dtype() == Dtype::f32 && (joined || step.numel() == 1), op_, ": ", name_of("state_steps", i),
+      check_place(name, i, step);
+      FLEXOPS_CHECK(step.dtype() == Dtype::f32 && (joined || step.numel() == 1), op_, ": ", name_of(name, i),
                     " must be a float32 tensor of one element, got ", dtype_name(step.dtype()), " ", shape_text(step));
       rows_[i].step = step.data<float>();
     }
@@ -199,9 +210,8 @@ class TensorTable {
 /// Calls body(i, begin, end) on pieces of every row i: all rows as one range of elements, shared out evenly among threads. Cuts fall on
 /// multiples of `unit` elements of a row.
 template <typename F>
-void for_each_piece(const std::vector<TensorRow>& rows, int64_t unit, const F& body) {
+void for_each_piece(const TensorRow* rows, size_t count, int64_t unit, const F& body) {
   constexpr int64_t kGrain = 32768;
-  const size_t count = rows.size();
   std::vector<int64_t> start(count + 1, 0);
   for (size_t i = 0; i < count; ++i) start[i + 1] = start[i] + rows[i].numel;
   parallel_for(0, start[count], kGrain, [&](int64_t begin, int64_t end) {

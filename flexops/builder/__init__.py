@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..op_builder.schema import FLOATS as FLOATS
     from ..op_builder.schema import Output as Output
+    from ..op_builder.schema import Rows as Rows
     from .library import Library as Library
     from .library import Op as Op
     from .packaging import commands as commands
@@ -27,11 +28,12 @@ _PUBLIC = {
     "Library": "flexops.builder.library",
     "Op": "flexops.builder.library",
     "Output": "flexops.op_builder.schema",
+    "Rows": "flexops.op_builder.schema",
     "commands": "flexops.builder.packaging",
     "extensions": "flexops.builder.packaging",
 }
 
-__all__ = ["FLOATS", "Library", "Op", "Output", "commands", "extensions"]
+__all__ = ["FLOATS", "Library", "Op", "Output", "Rows", "commands", "extensions"]
 
 
 def __getattr__(name: str) -> Any:

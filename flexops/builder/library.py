@@ -16,8 +16,7 @@ from torch import Tensor
 from .._torch import schema_of
 from ..errors import FlexopsError
 from ..op_builder import catalog, schema
-from ..op_builder.binding import in_words
-from ..op_builder.schema import Dimensions, Output, Signature
+from ..op_builder.schema import Dimensions, Output, Rows, Signature, in_words
 from ..op_builder.spec import OpSpec, Project
 from ..ops import _register
 
@@ -59,6 +58,8 @@ class Library:
         strided: Sequence[str] = (),
         outputs: Output | Sequence[Output] = (),
         split: str = "elements",
+        rows: Rows | None = None,
+        numbers: Sequence[str] = (),
         own_binding: bool = False,
     ) -> Callable[[Callable[..., Any]], Op]:
         """Declare an operator; decorates its reference: plain PyTorch with the schema's arguments, which is fallback and oracle.
@@ -72,6 +73,9 @@ class Library:
             strided: tensor arguments that the launcher takes with any strides; the others it gets contiguous.
             outputs: how results are allocated, one ``Output`` for each; by default as the first tensor. The fake kernel says the same.
             split: what the CPU's launcher is called for on several threads: parts of the first result's ``elements`` or ``rows``, or the ``whole`` at once.
+                With ``host``, ``<name>_host`` in ``<family>_host.h`` is called in the launchers' place, and calls what it likes.
+            rows: lists of tensors that belong together, which the launcher gets as rows.
+            numbers: tensor arguments of one float32 element, whose address the launcher gets: what is known on the device only.
             own_binding: the family has a hand-written ``<family>_binding.cpp``, and the schema what the builder writes no binding for; then nothing is
                 checked by what the declaration says, and the operator needs a ``fake`` of its own.
 
@@ -81,7 +85,7 @@ class Library:
         signature = None
         if not own_binding:
             every = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-            signature = schema.declare(text, dtypes=dtypes, shapes=shapes, strided=strided, outputs=every, split=split)
+            signature = schema.declare(text, dtypes=dtypes, shapes=shapes, strided=strided, outputs=every, split=split, rows=rows, numbers=numbers)
         name = signature.schema.name if signature else text.partition("(")[0].strip()
 
         def declared(reference: Callable[..., Any]) -> Op:
@@ -222,6 +226,29 @@ def _by_position(reference: Callable[..., Any]) -> Callable[..., Any]:
 # ---- what a signature says, in Python: the words are those of the binding ------------------------------------------------------------------
 
 
+def _check_rows(label: str, signature: Signature, rows: Rows, given: dict[str, Any]) -> None:
+    first, params = rows.lists[0], given[rows.lists[0]]
+    if not params and signature.schema.results:
+        raise ValueError(f"{label}: {first} must hold at least one tensor")
+    for name in rows.every:
+        tensors = given[name]
+        if name in rows.optional and not tensors:
+            continue
+        joined = name == rows.steps and len(tensors) == 1 and tensors[0].shape == (len(params),) and tensors[0].is_contiguous()
+        if not joined and len(tensors) != len(params):
+            raise ValueError(f"{label}: {name} must hold {len(params)} tensors, as {first} does, got {len(tensors)}")
+        for i, (tensor, param) in enumerate(zip(tensors, params, strict=False)):
+            if name == rows.steps:
+                if not joined and tensor.numel() != 1:
+                    raise ValueError(f"{label}: {name}[{i}] must have one element, got shape {list(tensor.shape)}")
+            elif block := dict(rows.blocks).get(name):
+                if tensor.numel() < (least := -(-param.numel() // block)) or not tensor.is_contiguous():
+                    what = f"a contiguous {str(tensor.dtype)[6:]} tensor of at least {least} elements"
+                    raise ValueError(f"{label}: {name}[{i}] must be {what}, got shape {list(tensor.shape)}")
+            elif tensor.shape != param.shape:
+                raise ValueError(f"{label}: {name}[{i}] must have the shape of {first}[{i}], {list(param.shape)}, got {list(tensor.shape)}")
+
+
 def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
     found: list[tuple[str, str, Tensor]] = []
     for argument in signature.schema.arguments:
@@ -245,6 +272,11 @@ def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
         elif str(tensor.dtype)[6:] not in allowed:
             raise TypeError(f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}")
     for name, called, tensor in found:
+        if name in signature.numbers and tensor.numel() != 1:
+            raise ValueError(f"{label}: {called} must have one element, got shape {list(tensor.shape)}")
+    if signature.rows:
+        _check_rows(label, signature, signature.rows, given)
+    for name, called, tensor in found:
         shape = dict(signature.shapes).get(name)
         if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
             raise ValueError(f"{label}: {called} must have shape {list(wanted)}, got {list(tensor.shape)}")
@@ -252,7 +284,7 @@ def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
 
 def _fake(signature: Signature, *args: Any) -> Any:
     given = dict(zip((argument.name for argument in signature.schema.arguments), args, strict=True))
-    first = given[signature.first]
+    first = given[signature.first][0] if signature.rows else given[signature.first]
     made = []
     for output in signature.outputs:
         like = given.get(output.dtype, output.dtype) if output.dtype else first
@@ -268,6 +300,8 @@ def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:
 def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ...]:
     if not part.name:
         return (part.number,)
+    if part.many:
+        return (len(given[part.name]),)
     value = given[part.name]
     if not isinstance(value, Tensor):
         return (value,)

@@ -22,7 +22,7 @@ from .compiler import Progress
 from .device_code import KernelResult
 from .diagnose import Diagnosis, diagnose
 from .manifest import Manifest, file_crc32, needed_versions
-from .plan import DECLARATIONS, BuildPlan
+from .plan import BuildPlan
 
 _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
 
@@ -212,12 +212,11 @@ def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome
 
 
 def _launcher_trouble(plan: BuildPlan, directory: Path, output: str) -> Diagnosis | None:
-    declarations = dict(plan.texts).get(DECLARATIONS)
-    if declarations is None:
+    if not plan.texts:
         return None
     from .launcher_mismatch import explain
 
-    return explain(output, declarations, directory)
+    return explain(output, "\n".join(text for _, text in plan.texts), directory)
 
 
 def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:

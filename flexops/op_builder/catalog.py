@@ -6,6 +6,7 @@ What a family is built from, and which operators it has, its folder in ``csrc/``
 from __future__ import annotations
 
 from ..errors import FlexopsError
+from . import declared
 from .spec import FLEXOPS, OpSpec, Project
 
 _LISTS = (7, 0)
@@ -13,13 +14,13 @@ _LISTS = (7, 0)
 
 CATALOG: tuple[OpSpec, ...] = (
     OpSpec("activation"),
-    OpSpec("adagrad", least_capability=_LISTS),
-    OpSpec("adam", least_capability=_LISTS),
-    OpSpec("adam8bit", least_capability=_LISTS),
+    OpSpec("adagrad", least_capability=_LISTS, declared=(declared.ADAGRAD,)),
+    OpSpec("adam", least_capability=_LISTS, declared=(declared.ADAM, declared.ADAM_COPY)),
+    OpSpec("adam8bit", least_capability=_LISTS, declared=(declared.ADAM8BIT,)),
     OpSpec("fp8"),
-    OpSpec("grad_norm", least_capability=_LISTS),
-    OpSpec("lamb", least_capability=_LISTS),
-    OpSpec("lion", least_capability=_LISTS),
+    OpSpec("grad_norm", least_capability=_LISTS, declared=(declared.GRAD_NORM, declared.CLIP_GRADS)),
+    OpSpec("lamb", least_capability=_LISTS, declared=(declared.LAMB, declared.LAMB_MOMENTS, declared.LAMB_APPLY)),
+    OpSpec("lion", least_capability=_LISTS, declared=(declared.LION,)),
     OpSpec("attention", hip=False, least_capability=(8, 0)),
     OpSpec("quant"),
     OpSpec("rope"),

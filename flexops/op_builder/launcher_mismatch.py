@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .diagnose import Diagnosis, demangled
 
-_UNDEFINED = re.compile(r"(?:undefined reference to [`']|undefined symbol: )([\w:]+::)(\w+_(?:cpu|cuda))\(")
+_UNDEFINED = re.compile(r"(?:undefined reference to [`']|undefined symbol: )([\w:]+::)(\w+_(?:cpu|cuda|host))\(")
 _AMBIGUOUS = re.compile(r"ambiguating new declaration of '([^']*\b(\w+_(?:cpu|cuda))\([^']*)'|functions that differ only in their return type()")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ DTYPES = {
 }  # fmt: skip
 """torch's names of the dtypes that bindings tell apart, and those of ``Dtype`` in ``csrc/common/tensor_view.h``."""
 FLOATS = ("float32", "float16", "bfloat16")
-SPLITS = ("elements", "rows", "whole")
+SPLITS = ("elements", "rows", "whole", "host")
 
 RESERVED = frozenset(
     """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t char8_t class co_await co_return co_yield compl
@@ -30,10 +31,13 @@ _BINDINGS = frozenset(
 )
 """What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work`` and ``_dtype``."""
 
-_SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
-_ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
-_RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
-_DIMENSIONS = re.compile(r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)")
+# Compiled when they are first asked for, since importing flexops reads this module.
+_SCHEMA = r"(?s)\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*"
+_ARGUMENT = r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)"
+_RESULT = r"Tensor(?:\s+([A-Za-z_]\w*))?"
+_DIMENSIONS = r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\)"
+MOST_ARRAYS = 6
+"""Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
 
 
@@ -64,7 +68,7 @@ def parse(text: str) -> Schema:
     Raises:
         FlexopsError: it is none, or has types that the builder does not know.
     """
-    match = _SCHEMA.fullmatch(text)
+    match = re.fullmatch(_SCHEMA, text)
     if match is None:
         raise _unread(text, "it has not the form name(arguments) -> results")
     arguments = tuple(_argument(text, one) for one in _split(match[2]))
@@ -72,7 +76,7 @@ def parse(text: str) -> Schema:
     results = _split(listed[1:-1] if listed.startswith("(") else listed)
     names = []
     for number, result in enumerate(results):
-        found = _RESULT.fullmatch(result)
+        found = re.fullmatch(_RESULT, result)
         if found is None:
             raise _unread(text, f"{result!r} is no result that the builder knows: Tensor, several of them in parentheses, or ()")
         names.append(found[1] or ("out" if len(results) == 1 else f"out{number}"))
@@ -93,7 +97,7 @@ def _split(text: str) -> list[str]:
 def _argument(schema: str, text: str) -> Argument:
     if "=" in text or text == "*":
         raise _unread(schema, f"{text!r}: defaults and keyword-only arguments are the Python function's, not the schema's")
-    match = _ARGUMENT.fullmatch(text)
+    match = re.fullmatch(_ARGUMENT, text)
     if match is None or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4])) or (match[1] == "ScalarType" and match[4]):
         known = "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?, bool?"
         raise _unread(schema, f"{text!r} is no argument that the builder knows: {known}")
@@ -111,7 +115,8 @@ class Output(NamedTuple):
     """How a result is allocated.
 
     Attributes:
-        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument. "" for the first tensor's.
+        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
+            tensors a list holds; ``[]`` for none, of a tensor of one number. "" for the first tensor's.
         dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. "" for the first tensor's.
     """
 
@@ -119,14 +124,44 @@ class Output(NamedTuple):
     dtype: str = ""
 
 
+class Rows(NamedTuple):
+    """Lists of one length, whose tensors at one place belong together: parameters, their gradients, their states.
+
+    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their stead, whose arrays hold their elements in one order: where
+    tensors lie in memory otherwise, copies stand in for them, and what is written is copied back.
+
+    Attributes:
+        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are float32, float16 or bfloat16, each on its own, or as
+            ``dtypes`` says.
+        steps: a further list, of tensors of one float32 element, or of one tensor that has an element for each place: a row's ``step``.
+        optional: those that may be empty: then rows have no such array, or no ``step``.
+        written_if: lists that are written only if another argument, an optional one, is given.
+        blocks: lists with a number for each so many elements of a row, such as scales; they are contiguous, of whatever shape.
+        row_major: whether the order must be row-major, as for states that are no tensors of that shape.
+    """
+
+    lists: tuple[str, ...]
+    steps: str = ""
+    optional: tuple[str, ...] = ()
+    written_if: tuple[tuple[str, str], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
+    row_major: bool = False
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return (*self.lists, self.steps) if self.steps else self.lists
+
+
 class Dimensions(NamedTuple):
-    """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, or a number (no ``name``)."""
+    """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, how many tensors it holds (``many``), or a
+    number (no ``name``)."""
 
     name: str = ""
     first: int | None = None
     last: int | None = None
     single: bool = False
     number: int = 0
+    many: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +174,10 @@ class Signature:
         shapes: for tensor arguments, which shape they must have, in ``Output``'s words.
         strided: tensor arguments that the launcher takes with any strides; the others are made contiguous first.
         outputs: one for each result.
-        split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first result (or of what is written), or the ``whole``.
+        split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first result (or of what is written), or the ``whole``; ``host``: a
+            function of the family's own is called instead of launchers.
+        rows: the lists that the launcher gets as rows.
+        numbers: tensor arguments of one float32 element, whose address the launcher gets.
     """
 
     schema: Schema
@@ -148,10 +186,14 @@ class Signature:
     strided: tuple[str, ...]
     outputs: tuple[Output, ...]
     split: str
+    rows: Rows | None = None
+    numbers: tuple[str, ...] = ()
 
     @property
     def first(self) -> str:
-        """The tensor whose device, and without other word whose shape and dtype, counts."""
+        """The tensor whose device, and without other word whose shape and dtype, counts; or the list, of rows, whose first one is that."""
+        if self.rows:
+            return self.rows.lists[0]
         return next(argument.name for argument in self.schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many)
 
     @property
@@ -167,6 +209,8 @@ def declare(
     strided: Sequence[str] = (),
     outputs: Sequence[Output] = (),
     split: str = "elements",
+    rows: Rows | None = None,
+    numbers: Sequence[str] = (),
 ) -> Signature:
     """A signature, complete and checked.
 
@@ -176,28 +220,39 @@ def declare(
     read = parse(schema)
     tensors = [argument.name for argument in read.arguments if argument.type == "Tensor"]
     first = next((argument.name for argument in read.arguments if argument.type == "Tensor" and not argument.optional and not argument.many), None)
+    if rows:
+        _check_rows(read, rows)
+        first = rows.lists[0]
     if first is None:
         raise _unread(schema, "it has no argument of type Tensor, whose device would say which kernel runs")
     asked = {name: _dtypes(value) for name, value in (dtypes or {}).items()}
-    every = tuple((name, asked.get(name, FLOATS if name == first else (first,))) for name in tensors)
+    asked |= {name: ("float32",) for name in (*numbers, rows.steps if rows else "") if name}
+    every = tuple((name, asked.get(name, FLOATS if name == first or rows else (first,))) for name in tensors)
     if outputs and len(outputs) != len(read.results):
         raise FlexopsError(f"{read.name} declares {len(outputs)} outputs", required=f"one for each of its {len(read.results)} results", fix="correct outputs=")
     made = tuple(outputs) or (Output(),) * len(read.results)
     lists = tuple(argument.name for argument in read.arguments if argument.many and argument.written)  # nothing is copied in their stead
-    signature = Signature(read, every, tuple((shapes or {}).items()), (*strided, *lists), made, split)
+    signature = Signature(read, every, tuple((shapes or {}).items()), (*strided, *lists), made, split, rows, tuple(numbers))
     _check(signature, asked)
     return signature
 
 
+def without_defaults(schema: str) -> str:
+    """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go by name only, is nothing to a binding."""
+    return re.sub(r"\*, |=\w+", "", schema)
+
+
 def dimensions(text: str) -> tuple[Dimensions, ...]:
     """The parts of a shape; ``ValueError`` if it is none."""
-    parts = []
-    for item in _split(text):
-        match = _DIMENSIONS.fullmatch(item)
+    parts: list[Dimensions] = []
+    for item in [] if text == "[]" else _split(text):
+        match = re.fullmatch(_DIMENSIONS, item)
         if match is None:
             raise ValueError(item)
-        name, begin, colon, end, number = match.groups()
-        if number:
+        name, begin, colon, end, number, counted = match.groups()
+        if counted:
+            parts.append(Dimensions(counted, many=True))
+        elif number:
             parts.append(Dimensions(number=int(number)))
         elif colon:
             parts.append(Dimensions(name, int(begin or 0), None if end is None else int(end)))
@@ -210,30 +265,64 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
     return tuple(parts)
 
 
+def in_words(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
 def _dtypes(value: object) -> tuple[str, ...]:
     one = isinstance(value, str) or not isinstance(value, (tuple, list))
     return tuple(str(item).removeprefix("torch.") for item in ((value,) if one else value))  # type: ignore[attr-defined]
 
 
+def _refused(schema: Schema, what: str, found: str, required: str) -> FlexopsError:
+    return FlexopsError(f"{schema.name}: {what} cannot be understood", found=found, required=required, fix=f"correct {what.partition('[')[0]}=")
+
+
+def _check_rows(schema: Schema, rows: Rows) -> None:
+    lists = [argument.name for argument in schema.arguments if argument.many]
+    for name in rows.every:
+        if name not in lists:
+            raise _refused(schema, "rows", name, f"lists of tensors: {', '.join(lists)}")
+    if not rows.lists or len(rows.lists) > MOST_ARRAYS:
+        raise _refused(schema, "rows", f"{len(rows.lists)} lists", f"from one to {MOST_ARRAYS}")
+    if rows.lists[0] in rows.optional:
+        raise _refused(schema, "rows", f"{rows.lists[0]} is optional", "a first list, whose tensors say the others' shapes and device")
+    if taken := sorted({"row", "rows", "count"}.intersection(argument.name for argument in schema.arguments)):
+        raise _refused(schema, "rows", f"an argument called {taken[0]}", "other names: so the launcher's own are called")
+    for name in rows.optional:
+        if name not in rows.every:
+            raise _refused(schema, "rows", f"{name} is optional", f"lists among {', '.join(rows.every)}")
+    for name, other in rows.written_if:
+        argument = schema.find(other)
+        if name not in rows.lists or argument is None or not argument.optional:
+            raise _refused(schema, "rows", f"{name} is written if {other} is given", f"a list among {', '.join(rows.lists)}, and an optional argument")
+    for name, size in rows.blocks:
+        if name not in rows.lists[1:] or size < 1:
+            raise _refused(schema, "rows", f"{name} in blocks of {size}", f"a list among {', '.join(rows.lists[1:])}, and at least 1")
+
+
 def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
     """Every name that a constraint uses is there."""
     schema = signature.schema
-
-    def refuse(what: str, found: str, required: str) -> FlexopsError:
-        return FlexopsError(f"{schema.name}: {what} cannot be understood", found=found, required=required, fix=f"correct {what.partition('[')[0]}=")
-
+    refuse = functools.partial(_refused, schema)
     tensors = [argument.name for argument in schema.arguments if argument.type == "Tensor"]
     always = [argument.name for argument in schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many]
-    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", signature.strided)):
+    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", signature.strided), ("numbers", signature.numbers)):
         for name in names:
             if name not in tensors:
                 raise refuse(what, name, f"a tensor argument: {', '.join(tensors)}")
+    for name in signature.rows.lists if signature.rows else ():
+        allowed = dict(signature.dtypes)[name]
+        if len(allowed) > 1 and set(allowed) != set(FLOATS):
+            raise refuse(f"dtypes[{name!r}]", in_words(allowed), f"{in_words(FLOATS)}, or one dtype: rows know no others")
     for name, allowed in signature.dtypes:
         for one in allowed:
             if one not in DTYPES and (one not in always or len(allowed) > 1):
                 raise refuse(f"dtypes[{name!r}]", one, f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}")
     scalars = {argument.name: argument.type for argument in schema.arguments if argument.type != "Tensor" and not argument.optional}
     for output in signature.outputs:
+        if signature.rows and not (output.shape and output.dtype):
+            raise refuse("outputs", "a result as the first tensor", 'shape and dtype, such as Output("len(params)", "float32"): there are rows of tensors')
         if output.dtype and output.dtype not in (*DTYPES, *always) and scalars.get(output.dtype) != "ScalarType":
             raise refuse("outputs", output.dtype, f"a dtype; or an argument that has one: {', '.join(always)}")
     for shape in (*dict(signature.shapes).values(), *(output.shape for output in signature.outputs)):
@@ -243,7 +332,11 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
             raise refuse("shapes" if shape in dict(signature.shapes).values() else "outputs", str(error), "dimensions such as x[:-1], 4") from None
         for part in parts:
             plain = part.first is None and scalars.get(part.name) == "int"
+            if part.many and (found := schema.find(part.name)) and found.many:
+                continue
             if part.name and not plain and part.name not in always:
                 raise refuse("outputs or shapes", part.name, f"an int, or a tensor that is always there: {', '.join(always)}")
     if signature.split not in SPLITS:
         raise refuse("split", signature.split, " or ".join(SPLITS))
+    if signature.rows and signature.split == "rows":
+        raise refuse("split", signature.split, "elements (of each row), whole or host, since rows= is given")

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import layout
 
 if TYPE_CHECKING:
     from ..compute_capability import ComputeCapability
     from .schema import Signature
+
+
+class Declared(NamedTuple):
+    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it."""
+
+    schema: str
+    said: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.schema)
+
 
 DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
@@ -73,6 +85,7 @@ class OpSpec:
         hip: whether its CUDA sources compile for AMD GPUs too.
         least_capability: of the NVIDIA GPUs that its kernels run on.
         signatures: of the operators, where they are declared: from them the binding is written, unless the folder has one.
+        declared: in the place of signatures, what they are made from when they are asked for.
     """
 
     family: str
@@ -82,6 +95,15 @@ class OpSpec:
     hip: bool = True
     least_capability: tuple[int, int] = (0, 0)
     signatures: tuple[Signature, ...] = ()
+    declared: tuple[Declared, ...] = ()
+
+    @cached_property
+    def every_signature(self) -> tuple[Signature, ...]:
+        if not self.declared:
+            return self.signatures
+        from . import schema
+
+        return tuple(schema.declare(schema.without_defaults(one.schema), **one.said) for one in self.declared)
 
     @property
     def name(self) -> str:
@@ -92,7 +114,7 @@ class OpSpec:
     def binding(self) -> str:
         """Relative to ``csrc``; "" if it is written by the builder."""
         name = f"{self.family}_binding.cpp"
-        return "" if self.signatures and name not in self._files else f"{self.family}/{name}"
+        return "" if (self.signatures or self.declared) and name not in self._files else f"{self.family}/{name}"
 
     @property
     def texts(self) -> tuple[tuple[str, str], ...]:
@@ -101,10 +123,10 @@ class OpSpec:
             return ()
         from . import binding, plan
 
-        namespace = self.project.name
+        namespace, signatures = self.project.name, self.every_signature
         return (
-            (plan.BINDING, binding.binding(namespace, self.signatures, self.isa_levels)),
-            (plan.DECLARATIONS, binding.declarations(namespace, self.signatures)),
+            (plan.BINDING, binding.binding(namespace, self.family, signatures, self.isa_levels)),
+            (plan.DECLARATIONS, binding.declarations(namespace, signatures)),
         )
 
     @cached_property
@@ -120,7 +142,7 @@ class OpSpec:
     def ops(self) -> tuple[str, ...]:
         """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
         if not self.binding:
-            return tuple(signature.schema.name for signature in self.signatures)
+            return (*(one.schema.partition("(")[0] for one in self.declared), *(signature.schema.name for signature in self.signatures))
         try:
             text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
         except OSError:

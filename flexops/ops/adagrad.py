@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import ADAGRAD
 from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
-
-_SCHEMA = (
-    "adagrad_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[] state_steps, float lr, float lr_decay, float weight_decay, "
-    "float eps, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
-)
 
 
 def adagrad_(
@@ -102,7 +98,7 @@ def _reference(
         writer.put(sum_, total)
 
 
-define("adagrad", _SCHEMA, _reference, nothing)
+define("adagrad", ADAGRAD.schema, _reference, nothing)
 
 
 def self_check(device: str) -> float:

@@ -13,14 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import ADAM, ADAM_COPY
 from . import _multi_tensor as multi
 from ._register import define
 
-_LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
-_NUMBERS = (
-    "float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize, bool decoupled, "
-    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic=False, Tensor? grad_factor=None"
-)
 _LIST_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "copies")
 
 
@@ -205,8 +201,8 @@ def _reference(
             put(copies[0][i], value)
 
 
-define("adam", f"adam_({_LISTS}, *, {_NUMBERS}) -> ()", functools.partial(_reference, "adam_"), multi.nothing)
-define("adam", f"adam_copy_({_LISTS}, Tensor(g!)[] copies, *, {_NUMBERS}) -> ()", functools.partial(_reference, "adam_copy_"), multi.nothing)
+define("adam", ADAM.schema, functools.partial(_reference, "adam_"), multi.nothing)
+define("adam", ADAM_COPY.schema, functools.partial(_reference, "adam_copy_"), multi.nothing)
 
 
 def self_check(device: str) -> float:

@@ -14,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import ADAM8BIT
 from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
 
 BLOCK = 256
 """Elements that share a scale."""
 
-_SCHEMA = (
-    "adam8bit_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] exp_avg_scales, "
-    "Tensor(f!)[] exp_avg_sq_scales, Tensor(g!)[] state_steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "
-    "bool decoupled, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()"
-)
 
 
 def adam8bit_(
@@ -214,7 +210,7 @@ def _reference(
         writer.put(scales2[: len(new_scales2)], new_scales2)
 
 
-define("adam8bit", _SCHEMA, _reference, nothing)
+define("adam8bit", ADAM8BIT.schema, _reference, nothing)
 
 
 def self_check(device: str) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import CLIP_GRADS, GRAD_NORM
 from ._difference import difference
 from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing, write_lists
 from ._register import define
@@ -81,8 +82,8 @@ def _norm_fake(grads: list[Tensor], _: float) -> Tensor:
     return grads[0].new_empty((), dtype=torch.float32)
 
 
-define("grad_norm", "grad_norm(Tensor[] grads, float norm_type) -> Tensor", _norm_reference, _norm_fake)
-define("grad_norm", "clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()", _clip_reference, nothing)
+define("grad_norm", GRAD_NORM.schema, _norm_reference, _norm_fake)
+define("grad_norm", CLIP_GRADS.schema, _clip_reference, nothing)
 
 
 def self_check(device: str) -> float:

@@ -13,22 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import LAMB, LAMB_APPLY, LAMB_MOMENTS
 from . import _multi_tensor as multi
 from ._register import define
-
-_SCHEMA = (
-    "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, "
-    "bool stochastic=False) -> ()"
-)
-_MOMENTS = (
-    "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
-    "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf, bool stochastic=False) -> Tensor"
-)
-_APPLY = (
-    "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] state_steps, Tensor norms, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool adapt, Tensor? lr_tensor, Tensor? found_inf) -> ()"
-)
 
 
 def lamb_(
@@ -190,9 +177,9 @@ def _moments_fake(params: list[Tensor], *_: Any) -> Tensor:
     return params[0].new_empty((len(params), 2), dtype=torch.float32)
 
 
-define("lamb", _SCHEMA, _reference, multi.nothing)
-define("lamb", _MOMENTS, _moments_reference, _moments_fake)
-define("lamb", _APPLY, _apply_reference, multi.nothing)
+define("lamb", LAMB.schema, _reference, multi.nothing)
+define("lamb", LAMB_MOMENTS.schema, _moments_reference, _moments_fake)
+define("lamb", LAMB_APPLY.schema, _apply_reference, multi.nothing)
 
 
 def self_check(device: str) -> float:

@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder.declared import LION
 from . import _multi_tensor as multi
 from ._register import define
-
-_SCHEMA = (
-    "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float beta1, float beta2, float weight_decay, bool maximize, "
-    "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()"
-)
 
 
 def lion_(
@@ -109,7 +105,7 @@ def _reference(
         writer.put(exp_avg, average)
 
 
-define("lion", _SCHEMA, _reference, multi.nothing)
+define("lion", LION.schema, _reference, multi.nothing)
 
 
 def self_check(device: str) -> float:

@@ -176,6 +176,150 @@ print(*[one.backend for one in flexops.status() if one.op == "wide.wide"])
 """
 
 
+LISTS = '''
+import torch
+from flexops import builder
+lib = builder.Library("lists", root=__file__)
+ROWS = builder.Rows(("params", "grads", "means", "scales"), "steps", optional=("means",), written_if=(("grads", "unscale"),), blocks=(("scales", 4),))
+
+@lib.op("step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] means, Tensor[] scales, Tensor[] steps, float lr, Tensor? unscale) -> ()",
+        family="lists", rows=ROWS, dtypes={"means": "float32", "scales": "float32"}, numbers=("unscale",))
+def step_(params, grads, means, scales, steps, lr, unscale=None):
+    for i, (param, grad, scale) in enumerate(zip(params, grads, scales)):
+        if unscale is not None:
+            grad.copy_(grad.float() / unscale)
+        change = grad.float() * (steps[0][i] if len(steps) != len(params) else steps[i]) * scale.repeat_interleave(4)[:param.numel()].view(param.shape)
+        if means:
+            change = means[i].copy_(means[i] * 0.5 + change)
+        param.copy_(param.float() - lr * change)
+
+@lib.op("norms(Tensor[] xs, Tensor factor) -> (Tensor each, Tensor whole)", family="lists", rows=builder.Rows(("xs",)), numbers=("factor",),
+        outputs=(builder.Output("len(xs)", "float32"), builder.Output("[]", "float32")), split="host")
+def norms(xs, factor):
+    each = torch.stack([x.float().square().sum() * factor for x in xs])
+    return each, each.sum()
+'''
+LISTS_HOST = """
+#include "common/host.h"
+namespace lists {
+FLEXOPS_ISA_DECLARE(double squares_cpu(const flexops::TensorRow& row))
+using namespace flexops;
+inline void norms_host(Host& host, TensorRow* rows, int64_t count, const float* factor, const TensorView& each, const TensorView& whole) {
+  FLEXOPS_CHECK(*factor > 0, host.op, ": factor must be positive");
+#if FLEXOPS_DEVICE_CPU
+  double* sums = host.workspace<double>(count);
+  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] = FLEXOPS_ISA_CALL(squares_cpu)(rows[i]);
+  });
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) each.as<float>()[i] = static_cast<float>(sums[i] * *factor), total += sums[i] * *factor;
+  *whole.as<float>() = static_cast<float>(total);
+#endif
+}
+}  // namespace lists
+"""
+LISTS_CPU = """
+#include "common/cpu_elements.h"
+#include "common/multi_tensor.h"
+namespace lists::FLEXOPS_ISA {
+using namespace flexops;
+using namespace flexops::FLEXOPS_ISA;
+void step__cpu(const TensorRow& row, double lr, const float* unscale, int64_t begin, int64_t end) {
+  with_floats(static_cast<Dtype>(row.type[0]), [&](auto type) {
+    with_floats(static_cast<Dtype>(row.type[1]), [&](auto other) {
+      auto* param = static_cast<decltype(type)*>(row.array[0]);
+      auto* grad = static_cast<decltype(other)*>(row.array[1]);
+      auto* mean = static_cast<float*>(row.array[2]);
+      for (int64_t i = begin; i < end; ++i) {
+        if (unscale) store(grad, i, load(grad, i) / *unscale);
+        float change = load(grad, i) * *row.step * static_cast<const float*>(row.array[3])[i / 4];
+        if (mean) change = mean[i] = mean[i] * 0.5f + change;
+        store(param, i, load(param, i) - static_cast<float>(lr) * change);
+      }
+    });
+  });
+}
+double squares_cpu(const TensorRow& row) {
+  double sum = 0;
+  with_floats(static_cast<Dtype>(row.type[0]), [&](auto type) {
+    const auto* x = static_cast<const decltype(type)*>(row.array[0]);
+    for (int64_t i = 0; i < row.numel; ++i) sum += static_cast<double>(load(x, i)) * load(x, i);
+  });
+  return sum;
+}
+}  // namespace lists::FLEXOPS_ISA
+"""
+USE_LISTS = """
+import itertools, torch, lists, flexops
+for dtype, kept, unscale, joined, layout in itertools.product((torch.float32, torch.bfloat16), (True, False), (None, 2.0), (True, False), range(3)):
+    def made(seed):
+        torch.manual_seed(seed)
+        params = [torch.randn(6, 8).to(dtype), torch.randn(8, 6).to(dtype).t(), torch.randn(12, 8)[::2]]
+        grads = [torch.randn(6, 8), torch.randn(6, 8).to(dtype), torch.randn(1, 1).expand(6, 8) if unscale is None else torch.randn(6, 8)]
+        steps = [torch.tensor([1.0, 2.0, 3.0])] if joined else [torch.tensor(1.0), torch.tensor([2.0]), torch.tensor(3.0)]
+        number = None if unscale is None else torch.tensor(unscale)
+        return params, grads, [torch.randn(8, 6).t() for _ in params] if kept else [], [torch.rand(12) for _ in params], steps, 0.1, number
+    ours, plain = made(layout), made(layout)
+    # the reference goes by logical order; blocks of elements are the memory's, so scales of one number are what both can be asked
+    for scales in (ours[3], plain[3]):
+        for scale in scales: scale.fill_(0.5)
+    lists.step_(*ours)
+    lists.step_.reference(*plain)
+    for left, right in zip(ours[:3], plain[:3], strict=True):
+        for one, other in zip(left, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+xs, one = [torch.randn(40000), torch.randn(3, 5).t(), torch.zeros(0)], torch.ones(())
+for actual, expected in zip(lists.norms(xs, one), lists.norms.reference(xs, one), strict=True):
+    torch.testing.assert_close(actual, expected)
+assert [part.shape for part in lists.norms([x.to("meta") for x in xs], one.to("meta"))] == [(3,), ()]
+x = torch.ones(6)
+good = ([x.clone()], [x], [], [torch.ones(2)], [one], 0.1, None)
+lists.step_(*good)
+for place, value, error, said in (
+    (1, [x, x], ValueError, "grads must hold 1 tensors, as params does, got 2"),
+    (1, [x[:3]], ValueError, "grads[0] must have the shape of "),
+    (1, [x.double()], TypeError, ("grads[0] must be float32, float16 or bfloat16, got float64", "grads[0] must be float32, bfloat16 or float16, got float64")),
+    (2, [x.half()], TypeError, "means[0] must be float32, got float16"),
+    (3, [one], ValueError, "scales[0] must be a contiguous float32 tensor of at least 2 elements"),
+    (4, [], ValueError, "steps must hold 1 tensors, as params does, got 0"),
+    (6, x, ValueError, ("unscale must have one element", "unscale must be a float32 tensor of one element")),
+):
+    args = (*good[:place], value, *good[place + 1:])
+    words = (said, said) if isinstance(said, str) else said
+    for call, kind, word in ((lists.step_, error, words[0]), (torch.ops.lists.step_, RuntimeError, words[1])):
+        try:
+            call(*args)
+        except kind as found:
+            assert word in str(found), found
+        else:
+            raise AssertionError(said)
+try:
+    lists.norms([x], -one)
+except RuntimeError as found:
+    assert "lists::norms: factor must be positive" in str(found)
+else:
+    raise AssertionError
+for op, args in ((torch.ops.lists.step_.default, good), (torch.ops.lists.norms.default, ([x, x[:2]], one))):
+    torch.library.opcheck(op, args)
+print(*[one.backend for one in flexops.status() if one.op == "lists.lists"])
+"""
+
+
+def test_lists_as_rows_and_a_function_of_the_familys_own(tmp_path: Path, host_compiler: HostCompiler) -> None:
+    assert host_compiler
+    folder = tmp_path / "lists" / "csrc" / "lists"
+    folder.mkdir(parents=True)
+    for name, text in (("lists_cpu.cpp", LISTS_CPU), ("lists_host.h", LISTS_HOST)):
+        (folder / name).write_text(text)
+    (tmp_path / "lists" / "__init__.py").write_text(LISTS)
+    assert "jit" in run(USE_LISTS, tmp_path, FLEXOPS_FALLBACK="forbid")
+    edit(folder / "lists_host.h", "const float* factor", "double factor")  # declared and called by the binding otherwise
+    edit(folder / "lists_host.h", "*factor", "factor")
+    said = run("import torch, lists; lists.norms([torch.ones(2)], torch.ones(()))", tmp_path)
+    assert "norms_host" in said
+    assert "float" in said
+
+
 def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler) -> None:
     assert host_compiler
     folder = tmp_path / "wide" / "csrc" / "wide"

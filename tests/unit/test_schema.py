@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flexops.errors import FlexopsError
 from flexops.op_builder import binding, schema
-from flexops.op_builder.schema import Argument, Dimensions, Output, declare, dimensions, parse
+from flexops.op_builder.schema import Argument, Dimensions, Output, Rows, declare, dimensions, parse
 
 
 def test_every_kind_of_argument_is_read() -> None:
@@ -71,6 +73,8 @@ def test_shapes() -> None:
         ({"outputs": (Output(), Output())}, "2 outputs"),
         ({"outputs": (Output(dtype="factor"),)}, "factor"),
         ({"split": "columns"}, "columns"),
+        ({"numbers": ("factor",)}, "factor"),
+        ({"shapes": {"x": "len(factor)"}}, "factor"),
     ],
 )
 def test_a_constraint_on_what_is_not_there_is_refused(constraint: dict[str, object], said: str) -> None:
@@ -79,11 +83,50 @@ def test_a_constraint_on_what_is_not_there_is_refused(constraint: dict[str, obje
     assert said in str(caught.value)
 
 
+STEP = "step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor[] more, float lr, Tensor? scale) -> Tensor norms"
+NORMS = (Output("len(params)", "float32"),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "constraint", "said"),
+    [
+        (Rows(("params", "scale")), {}, "found: scale"),
+        (Rows(()), {}, "0 lists"),
+        (Rows(("params", "grads"), optional=("params",)), {}, "params is optional"),
+        (Rows(("params", "grads"), optional=("more",)), {}, "more is optional"),
+        (Rows(("params", "grads"), written_if=(("grads", "lr"),)), {}, "grads is written if lr is given"),
+        (Rows(("params", "grads"), blocks=(("more", 256),)), {}, "more in blocks of 256"),
+        (Rows(("params", "grads"), blocks=(("grads", 0),)), {}, "grads in blocks of 0"),
+        (Rows(("params", "grads")), {"dtypes": {"grads": ("float32", "float64")}}, "float32 or float64"),
+        (Rows(("params", "grads")), {"split": "rows"}, "elements (of each row)"),
+        (Rows(("params", "grads")), {"outputs": (Output("len(params)"),)}, "a result as the first tensor"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(rows: Rows, constraint: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlexopsError) as caught:
+        declare(STEP, rows=rows, **{"outputs": NORMS, **constraint})
+    assert said in str(caught.value)
+    with pytest.raises(FlexopsError, match="an argument called count"):
+        declare("step(Tensor[] params, int count) -> ()", rows=Rows(("params",)))
+
+
+def test_rows_take_their_lists_place_in_the_launcher() -> None:
+    def launchers(split: str, device: str) -> str:
+        rows = Rows(("params", "grads"), "states", written_if=(("grads", "scale"),))
+        return binding.launcher(declare(STEP, rows=rows, numbers=("scale",), split=split, outputs=NORMS), device)
+
+    rest = "const flexops::TensorViews& more, double lr, const float* scale, const flexops::TensorView& norms"
+    assert launchers("elements", "cpu") == f"void step_cpu(const flexops::TensorRow& row, {rest}, int64_t begin, int64_t end)"
+    assert launchers("elements", "cuda") == f"const char* step_cuda(const flexops::TensorRow* rows, int64_t count, {rest}, void* stream)"
+    assert launchers("whole", "cpu") == f"void step_cpu(const flexops::TensorRow* rows, int64_t count, {rest})"
+    assert launchers("host", "host") == f"void step_host(flexops::Host& host, flexops::TensorRow* rows, int64_t count, {rest})"
+
+
 def test_the_launchers_declaration_is_the_schemas() -> None:
     signature = declare("f(Tensor x, Tensor? m, Tensor[] more, int n, float? o, ScalarType t) -> (Tensor y, Tensor z)", split="rows")
     views = "const flexops::TensorView& x, const flexops::TensorView& m, const flexops::TensorViews& more"
     rest = "int64_t n, const double* o, flexops::Dtype t, const flexops::TensorView& y, const flexops::TensorView& z"
-    assert binding.launcher("lib", signature.schema, "cuda") == f"const char* lib::f_cuda({views}, {rest}, void* stream)"
+    assert binding.launcher(signature, "cuda") == f"const char* f_cuda({views}, {rest}, void* stream)"
     lines = binding.declarations("lib", [signature]).splitlines()
     assert f"void f_cpu({views}, {rest}, int64_t begin, int64_t end);" in lines
     assert f"const char* f_cuda({views}, {rest}, void* stream);" in lines
@@ -92,6 +135,6 @@ def test_the_launchers_declaration_is_the_schemas() -> None:
 
 
 def test_a_changed_declaration_is_another_text() -> None:
-    one, other = (binding.binding("lib", [declare("f(Tensor x) -> Tensor", dtypes={"x": dtype})], ()) for dtype in ("float32", "float64"))
+    one, other = (binding.binding("lib", "f", [declare("f(Tensor x) -> Tensor", dtypes={"x": dtype})], ()) for dtype in ("float32", "float64"))
     assert one != other
     assert set(schema.DTYPES) >= set(schema.FLOATS)

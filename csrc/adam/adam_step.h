@@ -1,25 +1,18 @@
-// What the bindings of Adam, of Adam with 8-bit states and of LAMB share.
+// What the host functions of Adam, of Adam with 8-bit states and of LAMB share.
 #pragma once
+
+#include "common/multi_tensor_host.h"
 
 #include <math.h>
 
 #include "adam/adam.h"
 #include "common/stochastic.h"
 
+#if FLEXOPS_DEVICE_CPU
 namespace flexops {
 
-/// What Adam's options are on top of every step's, which TensorTable fills in.
-inline void fill_adam(AdamOptions& options, double beta1, double beta2, double eps, bool decoupled) {
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.decoupled = decoupled;
-}
-
-#if FLEXOPS_DEVICE_CPU
-
-inline AdamStep make_adam_step(const AdamOptions& o, double step) {
-  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
+inline AdamStep make_adam_step(const AdamOptions& o, const float* count) {
+  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr, step = *count;
   AdamStep s;
   s.beta1 = static_cast<float>(o.beta1);
   s.beta2 = static_cast<float>(o.beta2);
@@ -37,6 +30,5 @@ inline AdamStep make_adam_step(const AdamOptions& o, double step) {
   return s;
 }
 
-#endif
-
 }  // namespace flexops
+#endif

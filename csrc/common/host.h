@@ -1,0 +1,45 @@
+// What a family's <family>_host.h sees: functions that a written binding calls instead of a launcher, with views of tensors that it has
+// checked and allocated (docs/builder.md). They are compiled once for each device type, and call the launchers:
+//
+//   inline void scale_host(Host& host, const TensorView& x, double factor, const TensorView& out) {
+//   #if FLEXOPS_DEVICE_CUDA
+//     host.check(my_launcher(x.data, host.workspace<float>(x.rows()), out.data, host.stream()));
+//   #else
+//     parallel_for(0, x.rows(), 64, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(my_kernel)(x, out, begin, end); });
+//   #endif
+//   }
+#pragma once
+
+#include "common/binding.h"
+
+#include "common/cpu.h"
+
+namespace flexops {
+
+/// Where a host function runs, beside its arguments.
+class Host {
+ public:
+  Host(const char* name, const Tensor& where) : op(name), where_(where) {}
+
+  const char* const op;  // what errors begin with: FLEXOPS_CHECK(condition, host.op, ": argument must be ...")
+
+  /// Uninitialised memory on the tensors' device, until the operator returns (what it has queued by then may use it still).
+  template <typename T>
+  T* workspace(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    kept_.push_back(empty(&bytes, 1, Dtype::u8, where_));
+    return kept_.back().template data<T>();
+  }
+
+#if FLEXOPS_DEVICE_CUDA
+  void* stream() const { return current_stream(where_); }
+  /// Throws if a launcher returned an error text.
+  void check(const char* error) const { check_launch(op, error); }
+#endif
+
+ private:
+  const Tensor& where_;
+  std::vector<Tensor> kept_;
+};
+
+}  // namespace flexops

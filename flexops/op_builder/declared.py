@@ -1,0 +1,84 @@
+"""What flexops' own operators declare, as other projects' do by ``builder.Library.op``: schemas, and what the binding is written from beside them.
+
+It stands here, not with the references in ``flexops/ops``, because whoever builds a library must know without importing torch. Nothing is parsed before
+it is asked for (``OpSpec.every_signature``).
+"""
+
+from __future__ import annotations
+
+from .schema import Output, Rows
+from .spec import Declared
+
+_NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
+_SCALED = (("grads", "grad_scale"),)
+"""Gradients are divided by a scale where they lie, if there is one."""
+
+LION = Declared(
+    "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float beta1, float beta2, float weight_decay, bool maximize, "
+    "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
+    {"rows": Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED), "numbers": _NUMBERS, "split": "host"},
+)
+ADAGRAD = Declared(
+    "adagrad_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[] state_steps, float lr, float lr_decay, float weight_decay, "
+    "float eps, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    {"rows": Rows(("params", "grads", "sums"), "state_steps", (), _SCALED), "dtypes": {"sums": "float32"}, "numbers": _NUMBERS, "split": "host"},
+)
+_ADAM_LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
+_ADAM_NUMBERS = (
+    "float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize, bool decoupled, "
+    "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic=False, Tensor? grad_factor=None"
+)
+_ADAM = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+ADAM, ADAM_COPY = (
+    Declared(
+        f"{name}({_ADAM_LISTS}, {more}*, {_ADAM_NUMBERS}) -> ()",
+        {"rows": Rows((*_ADAM, *copies), "state_steps", ("max_exp_avg_sqs",), _SCALED), "numbers": (*_NUMBERS, "grad_factor"), "split": "host"},
+    )
+    for name, more, copies in (("adam_", "", ()), ("adam_copy_", "Tensor(g!)[] copies, ", ("copies",)))
+)
+ADAM8BIT = Declared(
+    "adam8bit_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] exp_avg_scales, "
+    "Tensor(f!)[] exp_avg_sq_scales, Tensor(g!)[] state_steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "
+    "bool decoupled, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    {
+        "rows": Rows(
+            ("params", "grads", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"), "state_steps", (), _SCALED,
+            (("exp_avg_scales", 256), ("exp_avg_sq_scales", 256)), row_major=True,
+        ),
+        "dtypes": {"exp_avgs": "int8", "exp_avg_sqs": "uint8", "exp_avg_scales": "float32", "exp_avg_sq_scales": "float32"},
+        "numbers": _NUMBERS,
+        "split": "host",
+    },
+)  # fmt: skip
+GRAD_NORM = Declared("grad_norm(Tensor[] grads, float norm_type) -> Tensor", {"rows": Rows(("grads",)), "outputs": (Output("[]", "float32"),), "split": "host"})
+CLIP_GRADS = Declared(
+    "clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()", {"rows": Rows(("grads",)), "numbers": ("total_norm",), "split": "host"}
+)
+_LAMB = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+LAMB = Declared(
+    "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, "
+    "bool stochastic=False) -> ()",
+    {"rows": Rows(_LAMB, "state_steps", (), _SCALED), "numbers": _NUMBERS, "split": "host"},
+)
+LAMB_MOMENTS = Declared(
+    "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
+    "float beta2, float eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf, bool stochastic=False) -> Tensor",
+    {
+        "rows": Rows(_LAMB, "state_steps", (), _SCALED),
+        "numbers": ("grad_scale", "found_inf"),
+        "outputs": (Output("len(params), 2", "float32"),),
+        "split": "host",
+    },
+)
+LAMB_APPLY = Declared(
+    "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] state_steps, Tensor norms, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool adapt, Tensor? lr_tensor, Tensor? found_inf) -> ()",
+    {
+        "rows": Rows(("params", "exp_avgs", "exp_avg_sqs"), "state_steps"),
+        "dtypes": {"norms": "float32"},
+        "shapes": {"norms": "len(params), 2"},
+        "numbers": ("lr_tensor", "found_inf"),
+        "split": "host",
+    },
+)
