@@ -77,16 +77,6 @@ FLEXOPS_DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier)
                : "memory");
 }
 
-/// Starts to add `bytes` (a multiple of 16) of floats in shared memory to those at `to`, in one piece; fence_async() and a barrier before
-/// it.
-FLEXOPS_DEVICE void add_bytes(float* to, u32 from, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
-               "r"(from), "r"(bytes)
-               : "memory");
-}
-/// Waits until all that this thread has started to add is read, and may be overwritten.
-FLEXOPS_DEVICE void wait_added() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 // ---- Registers. A kernel's threads start with as many; its roles hand them to one another. ----
 
 template <int kRegisters>

@@ -17,12 +17,6 @@ struct Max {
     return a < b ? b : a;
   }
 };
-struct Min {
-  template <typename T>
-  FLEXOPS_DEVICE T operator()(T a, T b) const {
-    return b < a ? b : a;
-  }
-};
 
 /// Over groups of `width` neighbouring lanes (a power of two, at most a warp).
 template <int width = kWarpSize, typename T, typename Op>
