@@ -106,30 +106,38 @@ static void with_activation(Activation which, F f) {
   f(Erf());
 }
 
+/// The tiles [begin, end) of all rows' columns: of each, where `paired`, what makes whole pairs of registers by pair(row, column), the rest
+/// by others(row, column, count).
+template <typename Pair, typename Others>
+static FLEXOPS_INLINED void for_each_tile(int64_t columns, int64_t begin, int64_t end, bool paired, const Pair& pair,
+                                          const Others& others) {
+  const int64_t tiles = activation_tiles(columns);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t row = item / tiles, column = item % tiles * kTile, count = least(columns - column, kTile);
+    const int64_t done = for_each_pair(paired, count, [&](int64_t i) { pair(row, column + i); });
+    if (done < count) others(row, column + done, count - done);
+  }
+}
+
 // ---- act(x + bias) -----------------------------------------------------------------------------------------------------
 
 void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
-  const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
     const bool paired = c.type == ElementType::bf16 && c.bias && c.bias_type == ElementType::bf16;
     alignas(64) float x_buffer[kTile], bias_buffer[kTile], out_buffer[kTile];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles;
-      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
-      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
-        const Bf16Pairs in = load_bf16_pairs(bf16_at(c.x, row * c.x_stride + column + i)),
-                        add = load_bf16_pairs(bf16_at(c.bias, column + i));
-        store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i),
-                         {arithmetic.value(in.even + add.even), arithmetic.value(in.odd + add.odd)});
-      });
-      if (done == count) continue;
-      column += done, count -= done;
+    if (!c.bias) widen_bias(c, 0, 0, bias_buffer);
+    const auto pair = [&](int64_t row, int64_t column) {
+      const Bf16Pairs in = load_bf16_pairs(bf16_at(c.x, row * c.x_stride + column)), add = load_bf16_pairs(bf16_at(c.bias, column));
+      store_bf16_pairs(bf16_at(c.out, row * c.columns + column),
+                       {arithmetic.value(in.even + add.even), arithmetic.value(in.odd + add.odd)});
+    };
+    for_each_tile(c.columns, begin, end, paired, pair, [&](int64_t row, int64_t column, int64_t count) {
       const float* x = widen_padded(c.x, row * c.x_stride + column, count, c.type, x_buffer);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
-      const float* bias = !c.bias && item > begin ? bias_buffer : widen_bias(c, column, count, bias_buffer);
+      const float* bias = c.bias ? widen_bias(c, column, count, bias_buffer) : bias_buffer;
       for (int64_t i = 0; i < count; i += kLanes) store_floats(out + i, arithmetic.value(load_floats(x + i) + load_floats(bias + i)));
       narrow(out, c.out, row * c.columns + column, count, c.type);
-    }
+    });
   });
 }
 
@@ -269,28 +277,22 @@ struct Gates {
 };
 
 void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
-  const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
-    const bool paired = c.type == ElementType::bf16 && !c.pairs;
     Gates in;
     alignas(64) float out_buffer[kTile];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles;
-      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
-      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
-        const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column + i));
-        const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column + i));
-        store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i),
-                         {arithmetic.value(gate.even) * up.even, arithmetic.value(gate.odd) * up.odd});
-      });
-      if (done == count) continue;
-      column += done, count -= done;
+    const auto pair = [&](int64_t row, int64_t column) {
+      const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column));
+      const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column));
+      store_bf16_pairs(bf16_at(c.out, row * c.columns + column),
+                       {arithmetic.value(gate.even) * up.even, arithmetic.value(gate.odd) * up.odd});
+    };
+    for_each_tile(c.columns, begin, end, c.type == ElementType::bf16 && !c.pairs, pair, [&](int64_t row, int64_t column, int64_t count) {
       in.load(c, row, column, count);
       float* out = place_for(c.out, row * c.columns + column, count, c.type, out_buffer);
       for (int64_t i = 0; i < count; i += kLanes)
         store_floats(out + i, arithmetic.value(load_floats(in.gate + i)) * load_floats(in.up + i));
       narrow(out, c.out, row * c.columns + column, count, c.type);
-    }
+    });
   });
 }
 
@@ -300,27 +302,21 @@ void gated_activation_cpu(const GatedActivation& c, int64_t begin, int64_t end) 
 }
 
 void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int64_t end) {
-  const int64_t tiles = activation_tiles(c.columns);
   with_activation(c.activation, [&](auto arithmetic) {
-    const bool paired = c.type == ElementType::bf16 && !c.pairs;
     Gates in;
     alignas(64) float grad_buffer[kTile], gate_buffer[kTile], up_buffer[kTile], out_buffer[kTile], both[2 * kTile];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / tiles;
-      int64_t column = item % tiles * kTile, count = least(c.columns - column, kTile);
-      const int64_t done = for_each_pair(paired, count, [&](int64_t i) {
-        const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column + i));
-        const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column + i));
-        const Bf16Pairs outer = load_bf16_pairs(bf16_at(c.grad, row * c.grad_stride + column + i));
-        Bf16Pairs value;
-        const Bf16Pairs slope = {arithmetic.slope(gate.even, value.even), arithmetic.slope(gate.odd, value.odd)};
-        if (c.out) store_bf16_pairs(bf16_at(c.out, row * c.columns + column + i), {value.even * up.even, value.odd * up.odd});
-        const int64_t to = row * c.out_stride + column + i;
-        store_bf16_pairs(bf16_at(c.gate_grad, to), {outer.even * up.even * slope.even, outer.odd * up.odd * slope.odd});
-        store_bf16_pairs(bf16_at(c.up_grad, to), {outer.even * value.even, outer.odd * value.odd});
-      });
-      if (done == count) continue;
-      column += done, count -= done;
+    const auto pair = [&](int64_t row, int64_t column) {
+      const Bf16Pairs gate = load_bf16_pairs(bf16_at(c.gate, row * c.gate_stride + column));
+      const Bf16Pairs up = load_bf16_pairs(bf16_at(c.up, row * c.up_stride + column));
+      const Bf16Pairs outer = load_bf16_pairs(bf16_at(c.grad, row * c.grad_stride + column));
+      Bf16Pairs value;
+      const Bf16Pairs slope = {arithmetic.slope(gate.even, value.even), arithmetic.slope(gate.odd, value.odd)};
+      if (c.out) store_bf16_pairs(bf16_at(c.out, row * c.columns + column), {value.even * up.even, value.odd * up.odd});
+      const int64_t to = row * c.out_stride + column;
+      store_bf16_pairs(bf16_at(c.gate_grad, to), {outer.even * up.even * slope.even, outer.odd * up.odd * slope.odd});
+      store_bf16_pairs(bf16_at(c.up_grad, to), {outer.even * value.even, outer.odd * value.odd});
+    };
+    for_each_tile(c.columns, begin, end, c.type == ElementType::bf16 && !c.pairs, pair, [&](int64_t row, int64_t column, int64_t count) {
       in.load(c, row, column, count);
       const float* grad = widen_padded(c.grad, row * c.grad_stride + column, count, c.type, grad_buffer);
       const int64_t at = row * c.out_stride + (c.pairs ? 2 * column : column);
@@ -343,7 +339,7 @@ void gated_activation_backward_cpu(const GatedActivation& c, int64_t begin, int6
         narrow(gate_grad, c.gate_grad, at, count, c.type);
         narrow(up_grad, c.up_grad, at, count, c.type);
       }
-    }
+    });
   });
 }
 

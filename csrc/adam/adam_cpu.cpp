@@ -1,8 +1,7 @@
 // Adam on the CPU: compiled once per ISA level (common/cpu.h).
 
 #include "adam/adam.h"
-#include "common/cpu_elements.h"
-#include "common/stochastic.h"
+#include "common/multi_tensor_cpu.h"
 
 namespace flexops::FLEXOPS_ISA {
 
@@ -87,16 +86,7 @@ static float* fetch_state(const TensorRow& t, AdamArray k, int64_t begin, int64_
 /// Back from its buffer to where it came from. `shift`: which half of the random numbers rounds it, if they do.
 static void put_state(const TensorRow& t, const AdamStep& s, AdamArray k, float* values, int64_t begin, int64_t count, int shift) {
   if (t.is_f32(k)) return;
-  if (s.stochastic && shift >= 0 && t.type[k] == ElementType::bf16) {
-    Words lanes, bits;
-    for (int k = 0; k < kLanes; ++k) lanes[k] = static_cast<uint32_t>(k);
-    for (int64_t i = 0; i < count; i += kLanes) {  // whole registers: the buffer has room, and what is behind `count` goes nowhere
-      memcpy(&bits, values + i, sizeof bits);
-      const Words noise = scramble(lanes + (static_cast<uint32_t>(begin + i) + s.key)) >> shift & 0xffffu;
-      bits = round_to_bf16(bits, noise);
-      memcpy(values + i, &bits, sizeof bits);
-    }
-  }
+  if (s.stochastic && shift >= 0 && t.type[k] == ElementType::bf16) round_block(values, begin, count, s.key, shift);
   narrow(values, t.array[k], begin, count, t.type[k]);
 }
 

@@ -105,14 +105,10 @@ BackwardParams make_backward(const AttentionBackward& c, const BackwardRowsParam
   return p;
 }
 
-/// The maps of a kernel that loads so many queries and keys at once.
-BackwardHopperParams make_maps(const AttentionBackward& c, const Tiling<BackwardHopperParams>& tiling) {
+BackwardHopperParams make_all_maps(const AttentionBackward& c, const Tiling<BackwardHopperParams>& tiling) {
   const Attention& a = c.problem;
-  BackwardHopperParams p = {};
-  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
-  p.d_o = make_map(c.d_o, a, a.head_dim_v, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
-  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
-  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  BackwardHopperParams p = make_maps(c, tiling);
+  p.d_o = make_map(c.d_o, a, a.head_dim_v, a.rows_q, a.heads_q, tiling.dim_v, tiling.rows);
   return p;
 }
 
@@ -149,11 +145,11 @@ const char* launch_apart(const AttentionBackward& c, float* workspace, void* str
   BackwardRowsParams r = make_rows(c, workspace);
   r.dq_sums = nullptr;
   launch(tiling.before.of(a), rows_config(a, kRowTile, stream), r);
-  BackwardHopperParams keys = make_maps(c, tiling.keys);
+  BackwardHopperParams keys = make_all_maps(c, tiling.keys);
   keys.call = make_backward(c, r, tiling.keys.dim, tiling.keys.keys);
   if (!fits_grid(keys.call.tiles, a.batch, a.heads_k)) return kTooMany;
   launch_tiles(tiling.keys, a, keys.call.tiles * a.batch * a.heads_k, stream, keys);
-  BackwardHopperParams queries = make_maps(c, tiling.queries);
+  BackwardHopperParams queries = make_all_maps(c, tiling.queries);
   queries.call = keys.call;
   const int64_t group = a.heads_q / a.heads_k;
   queries.call.tiles = static_cast<int>(ceil_div(a.length_q, tiling.queries.rows));
@@ -183,7 +179,7 @@ const char* attention_backward_cuda(const AttentionBackward& c, void* workspace,
   if (!takes_hopper(a)) return launch_backward(c, choose(a), floats, stream, [](const BackwardParams& call) { return call; });
   if (takes_apart(c)) return launch_apart(c, floats, stream);
   const auto& tiling = choose_hopper(a);
-  BackwardHopperParams p = make_maps(c, tiling);
+  BackwardHopperParams p = make_all_maps(c, tiling);
   return launch_backward(c, tiling, floats, stream, [&](const BackwardParams& call) { return p.call = call, p; });
 }
 

@@ -53,12 +53,10 @@ bool takes_counter(int64_t tiles) { return tiles > 2 * gpu_facts().processors; }
 const char* launch_forward_hopper(const AttentionForward& c, void* workspace, void* stream) {
   const Attention& a = c.problem;
   const auto& tiling = choose_hopper(a);
-  ForwardHopperParams p = {};
-  p.call = make_forward(c, tiling);
-  if (!fits_grid(p.call.tiles, a.batch, a.heads_q)) return kTooMany;
-  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
-  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
-  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
+  const ForwardParams call = make_forward(c, tiling);
+  if (!fits_grid(call.tiles, a.batch, a.heads_q)) return kTooMany;
+  ForwardHopperParams p = make_maps(c, tiling);
+  p.call = call;
   const int64_t tiles = tiles_of(a, tiling), grid = least(tiles, gpu_facts().processors);
   if (takes_counter(tiles)) {
     p.counter = static_cast<int*>(workspace);

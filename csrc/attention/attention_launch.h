@@ -131,6 +131,17 @@ inline hopper::TensorMap make_map(const AttentionTensor& t, const Attention& a, 
   return map;
 }
 
+/// The maps of a kernel that loads so many queries and keys at once, without its call.
+template <class Params, class Call>
+Params make_maps(const Call& c, const Tiling<Params>& tiling) {
+  const Attention& a = c.problem;
+  Params p = {};
+  p.q = make_map(c.q, a, a.head_dim, a.rows_q, a.heads_q, tiling.dim, tiling.rows);
+  p.k = make_map(c.k, a, a.head_dim, a.rows_k, a.heads_k, tiling.dim, tiling.keys);
+  p.v = make_map(c.v, a, a.head_dim_v, a.rows_k, a.heads_k, tiling.dim_v, tiling.keys);
+  return p;
+}
+
 // ---- between the forward launchers ------------------------------------------------------------------------------------------------------
 
 /// Of a kernel whose tiles have so many rows and columns.

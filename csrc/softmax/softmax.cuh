@@ -147,6 +147,16 @@ FLEXOPS_DEVICE float power(float value) {
   return kIsFloat<T> ? expf(value) : quick_exp2(value);
 }
 
+/// A thread's vectors of a row, zeros for those that it has not.
+template <typename T, int V>
+FLEXOPS_DEVICE void load_row(Packed (&raw)[V], const T* row, int first, int step, int length) {
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    raw[k] = {{0, 0, 0, 0}};
+    if (first + k * step < length) raw[k] = load_vector<T, kRead>(row, first + k * step);
+  }
+}
+
 /// -inf, of a row without anything, becomes 0: its elements' powers are 0 then, and not NaN.
 FLEXOPS_DEVICE float settle(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
 

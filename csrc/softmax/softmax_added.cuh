@@ -49,11 +49,7 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
   const int length = p.length;
   Packed raw[V];
-#pragma unroll
-  for (int k = 0; k < V; ++k) {
-    raw[k] = {{0, 0, 0, 0}};
-    if (first + k * step < length) raw[k] = load_vector<T, kRead>(x, first + k * step);
-  }
+  load_row(raw, x, first, step, length);
   float s[V * N], scores[N];
   const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == kAddF32 ? 4 : 2);
   read_added<N, V>(s, mask, p.mask_kind, first, step, length);

@@ -111,11 +111,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
   int length = visible(p, place.row);
   Packed raw[V];
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
-#pragma unroll
-  for (int k = 0; k < V; ++k) {
-    raw[k] = {{0, 0, 0, 0}};
-    if (first + k * step < length) raw[k] = load_vector<T, kRead>(x, first + k * step);
-  }
+  load_row(raw, x, first, step, length);
   const MaskRow mask = find_mask(p, place.row, length);
   float s[V * N];
 #pragma unroll
@@ -154,11 +150,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
       sum = reduce_row(sum * power<T>((maximum - top) * kUnit<T>), Sum{}, 0.0f, p.lanes, sums);
       maximum = top, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     } else {
-#pragma unroll
-      for (int k = 0; k < V; ++k) {
-        raw[k] = {{0, 0, 0, 0}};
-        if (from + k * step < length) raw[k] = load_vector<T, kRead>(x, from + k * step);
-      }
+      load_row(raw, x, from, step, length);
     }
 #pragma unroll 1
     for (int k = 0; k < V; ++k) {
