@@ -1,4 +1,8 @@
-"""transformers' Trainer: patch the model, hand over the optimizer's class."""
+"""transformers' Trainer: patch the model, hand over the optimizer's class.
+
+    pip install transformers accelerate
+    python examples/hf_trainer.py
+"""
 
 from __future__ import annotations
 

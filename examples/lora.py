@@ -1,4 +1,8 @@
-"""PEFT: LoRA on a patched model. (Patching the adapted model does the same.)"""
+"""PEFT: LoRA on a patched model. (Patching the adapted model does the same.)
+
+    pip install transformers peft
+    python examples/lora.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""accelerate: mixed precision and gradient accumulation around a patched model."""
+"""accelerate: mixed precision and gradient accumulation around a patched model.
+
+    pip install transformers accelerate
+    python examples/with_accelerate.py
+"""
 
 from __future__ import annotations
 

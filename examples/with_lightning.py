@@ -1,4 +1,8 @@
-"""Lightning: bf16-mixed, with its own gradient clipping, which wants an optimizer that leaves unscaling to the scaler (fused=False)."""
+"""Lightning: bf16-mixed, with its own gradient clipping, which wants an optimizer that leaves unscaling to the scaler (fused=False).
+
+    pip install transformers lightning
+    python examples/with_lightning.py
+"""
 
 from __future__ import annotations
 
