@@ -135,6 +135,7 @@ inline void note(hipError_t result) {
 }
 
 inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
+  if (status != hipSuccess) return;
   note(hipLaunchKernel(kernel.function, dim3(c.grid.x, c.grid.y, c.grid.z), dim3(c.block.x, c.block.y, c.block.z), arguments,
                        static_cast<size_t>(c.shared_bytes), static_cast<hipStream_t>(c.stream)));
 }
@@ -331,6 +332,7 @@ inline int allow_shared(Kernel& kernel, void* handle, int64_t bytes) {
 }
 
 inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
+  if (__builtin_expect(status != nullptr, 0)) return;
   void* handle = find(kernel);
   if (!handle) return;
   const Driver& driver = Driver::get();
@@ -373,7 +375,8 @@ inline int gpu_attribute(GpuAttribute which) {
 
 }  // namespace detail
 
-/// Queues a kernel. What goes wrong is told by last_error().
+/// Queues a kernel. What goes wrong is told by last_error(), and ends the call: later kernels, which need what the first would have
+/// written, are not queued.
 template <typename... A>
 void launch(const KernelOf<A...>& kernel, const LaunchConfig& config, const typename detail::Same<A>::type&... arguments) {
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};

@@ -192,6 +192,7 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
         CompileError: a kernel of somebody's own text does not compile.
     """
     refusals: list[Refusal] = []
+    mend = ""
     for entry in _entries(kernel, capability, refusals):
         try:
             loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
@@ -200,7 +201,8 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
             return loaded
         except (OSError, RuntimeError) as error:
             refusals.append(_too_new(entry) or Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
-    fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
+            mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
+    fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(refusal.reason for refusal in refusals)
     raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
 

@@ -127,6 +127,15 @@ attempt("updated driver", torch.float16)
 on_a_thread(lambda: [attempt("an A100", gpu=1), attempt("an A100 again", gpu=1)])
 on_a_thread(lambda: [attempt("old driver, new GPU", gpu=2, STAND_IN_CUDA="12080"), attempt("new GPU", gpu=2)])
 attempt("the first again")
+os.environ["STAND_IN_REFUSE"] = "cuLaunchKernelEx=719@1"
+lists = [[torch.ones(4)] for _ in range(4)]
+for again in range(2):
+    try:
+        with OnGpu():
+            flexops.adam_(*lists, [], [torch.zeros(())], lr=0.1)
+        said["Adam again"] = "fine"
+    except RuntimeError as error:
+        said["Adam"] = str(error)
 """,
         STAND_IN_GPUS="90,80,150",
     )
@@ -134,7 +143,7 @@ attempt("the first again")
 
 def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts: Answer) -> None:
     said = attempts.said
-    fine = ["first", "after both", "after those", "a context", "updated driver", "an A100", "an A100 again", "new GPU", "the first again"]
+    fine = ["first", "after both", "after those", "a context", "updated driver", "an A100", "an A100 again", "new GPU", "the first again", "Adam again"]
     assert [name for name, text in said.items() if text == "fine"] == fine
     assert said["crash"] == "flexops::rms_norm: CUDA error: unspecified launch failure"
     assert "error 987, which this driver has no text for" in said["unknown"]
@@ -143,6 +152,14 @@ def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts
     assert "named symbol not found (error 500" in said["symbol"]
     assert "unload" in attempts.log
     assert said["no context"].endswith("out of memory")
+
+
+def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> None:
+    """Adam's step would be divided by a count of steps that nobody has raised."""
+    assert attempts.said["Adam"].endswith("unspecified launch failure")
+    assert attempts.said["Adam again"] == "fine"
+    symbols = [one.symbol for one in attempts.launches if "4adam" in one.symbol or "step_kernel" in one.symbol]
+    assert ["step_kernel" in one for one in symbols] == [True, False], "of the second call"
 
 
 def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:

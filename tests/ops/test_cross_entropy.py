@@ -142,7 +142,7 @@ class TestContract(Contract):
         Case("linear cross entropy of each row", "cross_entropy", layer(reduction="none", chunk_size=2), layer_inputs, plain_layer(reduction="none"),
              **LAYER),
         Case("linear cross entropy of each row, capped and weighted", "cross_entropy", capped_layer(softcap=1.5, reduction="none", chunk_size=2),
-             weighted_inputs, plain_capped_layer(1.5, reduction="none"), **CAPPED),
+             weighted_inputs, plain_capped_layer(1.5, reduction="none"), rounding=2.0**-22, **CAPPED),  # torch's products add in an order of the processor's
     )  # fmt: skip
 
 

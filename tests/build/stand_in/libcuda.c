@@ -50,7 +50,7 @@ static void say(const char* format, const char* text, const unsigned* n) {
 
 /* What the environment has this call fail with. */
 static int refused(const char* call) {
-  static struct { char name[64]; int calls; } seen[16];
+  static struct { char wish[64]; int calls; } seen[16];
   const char* wish = setting("STAND_IN_REFUSE", "");
   size_t length = strlen(call);
   if (strncmp(wish, call, length) || wish[length] != '=') return OK;
@@ -58,8 +58,8 @@ static int refused(const char* call) {
   int calls = 0;
   pthread_mutex_lock(&lock);
   for (int i = 0; i < 16; ++i) {
-    if (seen[i].name[0] && strcmp(seen[i].name, call)) continue;
-    strcpy(seen[i].name, call);
+    if (seen[i].wish[0] && strcmp(seen[i].wish, wish)) continue;
+    strncpy(seen[i].wish, wish, sizeof seen[i].wish - 1);
     calls = ++seen[i].calls;
     break;
   }
