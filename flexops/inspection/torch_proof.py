@@ -151,8 +151,13 @@ def _problem(one: OpTrial) -> str:
 
 
 def _commit(root: Path) -> str:
-    done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    """The commit that is checked out, ``-dirty`` if anything differs from it but pages, to which proofs themselves are written."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs", ":(exclude)*.md")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def _compiler(chosen: Settings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
     assert wrong == ["test_it.py: TestMore::test_bad fails", "test_it.py: test_set_up fails"]
     assert list(torch_proof.run_tests(f"test_it.py -k 'good{' or gpu' * 50}'", tmp_path)[0]) == [f"test_it.py -k 'good{' or gpu' * 50}'"]
     assert torch_proof.run_tests("not_there.py", tmp_path) == ({}, ["pytest not_there.py: status 4, and no test ran"])
+
+
+def test_a_checkout_that_was_edited_is_said_but_not_for_the_proofs_that_were_written(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("code.py", "README.md", "docs/proven.json"):
+        (tmp_path / name).write_text("")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "as it was"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    clean = torch_proof._commit(tmp_path)
+    for name, said in (("docs/proven.json", clean), ("README.md", clean), ("code.py", f"{clean}-dirty")):
+        (tmp_path / name).write_text("changed")
+        assert torch_proof._commit(tmp_path) == said
 
 
 @pytest.mark.parametrize("page", ["README.md", render.TABLE])
