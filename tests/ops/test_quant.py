@@ -344,6 +344,7 @@ def test_compiles_whole() -> None:
 
     x = torch.randn(70, 8)
     y, q = torch.compile(f, fullgraph=True, dynamic=False)(x)
+    torch.set_flush_denormal(False)  # which loading inductor's code sets with torch 2.4, as flexops/testing/machinery.py says
     expected, expected_q = f(x)
     assert torch.equal(y, expected)
     assert torch.equal(q.packed, expected_q.packed)
