@@ -43,8 +43,8 @@ def suites(matrix: Matrix, facts: Facts) -> list[str]:
             folders.setdefault(" ".join([file.rpartition("/")[0], *narrowed]), []).append(one)
         for folder, files in sorted(folders.items()):
             passed, failed, skipped = (sum(counts[k] for counts in map(_counts, files)) for k in range(3))
-            lines.append((name, f"`{folder}`", *map(str, (passed, failed, skipped)), min(one["date"] for one in files)))
-    return _lines(("torch", "tests", "passed", "failed", "skipped", "since"), lines)
+            lines.append((name, f"`{folder}`", str(len(files)), *map(str, (passed, failed, skipped)), min(one["date"] for one in files)))
+    return _lines(("torch", "tests", "files", "passed", "failed", "skipped", "since"), lines)
 
 
 def page_tables(matrix: Matrix, facts: Facts) -> list[str]:
