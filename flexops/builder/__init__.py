@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..op_builder.schema import FLOATS as FLOATS
-    from ..op_builder.schema import Output as Output
-    from ..op_builder.schema import Rows as Rows
+    from ..op_builder.spec import Output as Output
+    from ..op_builder.spec import Rows as Rows
     from .library import Library as Library
     from .library import Op as Op
     from .packaging import commands as commands
@@ -27,8 +27,8 @@ _PUBLIC = {
     "FLOATS": "flexops.op_builder.schema",
     "Library": "flexops.builder.library",
     "Op": "flexops.builder.library",
-    "Output": "flexops.op_builder.schema",
-    "Rows": "flexops.op_builder.schema",
+    "Output": "flexops.op_builder.spec",
+    "Rows": "flexops.op_builder.spec",
     "commands": "flexops.builder.packaging",
     "extensions": "flexops.builder.packaging",
 }

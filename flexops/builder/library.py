@@ -16,8 +16,8 @@ from torch import Tensor
 from .._torch import schema_of
 from ..errors import FlexopsError
 from ..op_builder import catalog, schema
-from ..op_builder.schema import Dimensions, Output, Rows, Signature, in_words
-from ..op_builder.spec import OpSpec, Project
+from ..op_builder.schema import Dimensions, Signature, in_words
+from ..op_builder.spec import OpSpec, Output, Project, Rows
 from ..ops import _register
 
 _TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")

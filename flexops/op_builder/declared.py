@@ -6,8 +6,7 @@ it is asked for (``OpSpec.every_signature``).
 
 from __future__ import annotations
 
-from .schema import Output, Rows
-from .spec import Declared
+from .spec import Declared, Output, Rows
 
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
 _SCALED = (("grads", "grad_scale"),)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import FlexopsError
+from .spec import Output, Rows
 
 DTYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
@@ -26,16 +27,15 @@ RESERVED = frozenset(
     try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
 _BINDINGS = frozenset(
-    """begin end stream check_device check_launch contiguous cpu_isa current_stream dtype_name dtype_of_code flexops guard_ it_ kernel_ kOp parallel_for
-    pointer_to shape_text std type_ view_of wanted_""".split()  # noqa: SIM905
+    """begin check_device check_launch check_number contiguous cpu_isa current_stream dtype_name dtype_of_code end flexops guard_ Host host host_
+    it_ kernel_ kOp parallel_for pointer_to shape_text std stream table_ TensorTable type_ view_of wanted_""".split()  # noqa: SIM905
 )
 """What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work`` and ``_dtype``."""
 
-# Compiled when they are first asked for, since importing flexops reads this module.
-_SCHEMA = r"(?s)\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*"
-_ARGUMENT = r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)"
-_RESULT = r"Tensor(?:\s+([A-Za-z_]\w*))?"
-_DIMENSIONS = r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\)"
+_SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
+_RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
+_DIMENSIONS = re.compile(r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\)")
 MOST_ARRAYS = 6
 """Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
@@ -68,7 +68,7 @@ def parse(text: str) -> Schema:
     Raises:
         FlexopsError: it is none, or has types that the builder does not know.
     """
-    match = re.fullmatch(_SCHEMA, text)
+    match = _SCHEMA.fullmatch(text)
     if match is None:
         raise _unread(text, "it has not the form name(arguments) -> results")
     arguments = tuple(_argument(text, one) for one in _split(match[2]))
@@ -76,7 +76,7 @@ def parse(text: str) -> Schema:
     results = _split(listed[1:-1] if listed.startswith("(") else listed)
     names = []
     for number, result in enumerate(results):
-        found = re.fullmatch(_RESULT, result)
+        found = _RESULT.fullmatch(result)
         if found is None:
             raise _unread(text, f"{result!r} is no result that the builder knows: Tensor, several of them in parentheses, or ()")
         names.append(found[1] or ("out" if len(results) == 1 else f"out{number}"))
@@ -97,7 +97,7 @@ def _split(text: str) -> list[str]:
 def _argument(schema: str, text: str) -> Argument:
     if "=" in text or text == "*":
         raise _unread(schema, f"{text!r}: defaults and keyword-only arguments are the Python function's, not the schema's")
-    match = re.fullmatch(_ARGUMENT, text)
+    match = _ARGUMENT.fullmatch(text)
     if match is None or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4])) or (match[1] == "ScalarType" and match[4]):
         known = "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?, bool?"
         raise _unread(schema, f"{text!r} is no argument that the builder knows: {known}")
@@ -109,47 +109,6 @@ def _unread(schema: str, found: str) -> FlexopsError:
 
 
 # ---- what a declaration says beside the schema ---------------------------------------------------------------------------------------------
-
-
-class Output(NamedTuple):
-    """How a result is allocated.
-
-    Attributes:
-        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
-            tensors a list holds; ``[]`` for none, of a tensor of one number. "" for the first tensor's.
-        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. "" for the first tensor's.
-    """
-
-    shape: str = ""
-    dtype: str = ""
-
-
-class Rows(NamedTuple):
-    """Lists of one length, whose tensors at one place belong together: parameters, their gradients, their states.
-
-    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their stead, whose arrays hold their elements in one order: where
-    tensors lie in memory otherwise, copies stand in for them, and what is written is copied back.
-
-    Attributes:
-        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are float32, float16 or bfloat16, each on its own, or as
-            ``dtypes`` says.
-        steps: a further list, of tensors of one float32 element, or of one tensor that has an element for each place: a row's ``step``.
-        optional: those that may be empty: then rows have no such array, or no ``step``.
-        written_if: lists that are written only if another argument, an optional one, is given.
-        blocks: lists with a number for each so many elements of a row, such as scales; they are contiguous, of whatever shape.
-        row_major: whether the order must be row-major, as for states that are no tensors of that shape.
-    """
-
-    lists: tuple[str, ...]
-    steps: str = ""
-    optional: tuple[str, ...] = ()
-    written_if: tuple[tuple[str, str], ...] = ()
-    blocks: tuple[tuple[str, int], ...] = ()
-    row_major: bool = False
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        return (*self.lists, self.steps) if self.steps else self.lists
 
 
 class Dimensions(NamedTuple):
@@ -246,7 +205,7 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
     """The parts of a shape; ``ValueError`` if it is none."""
     parts: list[Dimensions] = []
     for item in [] if text == "[]" else _split(text):
-        match = re.fullmatch(_DIMENSIONS, item)
+        match = _DIMENSIONS.fullmatch(item)
         if match is None:
             raise ValueError(item)
         name, begin, colon, end, number, counted = match.groups()

@@ -16,6 +16,47 @@ if TYPE_CHECKING:
     from .schema import Signature
 
 
+class Output(NamedTuple):
+    """How a result is allocated.
+
+    Attributes:
+        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
+            tensors a list holds; ``[]`` for none, of a tensor of one number. "" for the first tensor's.
+        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. "" for the first tensor's.
+    """
+
+    shape: str = ""
+    dtype: str = ""
+
+
+class Rows(NamedTuple):
+    """Lists of one length, whose tensors at one place belong together: parameters, their gradients, their states.
+
+    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their stead, whose arrays hold their elements in one order: where
+    tensors lie in memory otherwise, copies stand in for them, and what is written is copied back.
+
+    Attributes:
+        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are float32, float16 or bfloat16, each on its own, or as
+            ``dtypes`` says.
+        steps: a further list, of tensors of one float32 element, or of one tensor that has an element for each place: a row's ``step``.
+        optional: those that may be empty: then rows have no such array, or no ``step``.
+        written_if: lists that are written only if another argument, an optional one, is given.
+        blocks: lists with a number for each so many elements of a row, such as scales; they are contiguous, of whatever shape.
+        row_major: whether the order must be row-major, as for states that are no tensors of that shape.
+    """
+
+    lists: tuple[str, ...]
+    steps: str = ""
+    optional: tuple[str, ...] = ()
+    written_if: tuple[tuple[str, str], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
+    row_major: bool = False
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return (*self.lists, self.steps) if self.steps else self.lists
+
+
 class Declared(NamedTuple):
     """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it."""
 

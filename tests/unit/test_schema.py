@@ -8,7 +8,8 @@ import pytest
 
 from flexops.errors import FlexopsError
 from flexops.op_builder import binding, schema
-from flexops.op_builder.schema import Argument, Dimensions, Output, Rows, declare, dimensions, parse
+from flexops.op_builder.schema import Argument, Dimensions, declare, dimensions, parse
+from flexops.op_builder.spec import Output, Rows
 
 
 def test_every_kind_of_argument_is_read() -> None:
