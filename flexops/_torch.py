@@ -1,7 +1,8 @@
 """What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else (``tests/unit/test_promises.py`` looks), each with its
 reason; where a torch may come to be without it, with what does without it.
 
-Tried with the torches of the matrix: 2.4, 2.7, 2.10, 2.13, 2.14 and 2.15 (docs/targets.md).
+Operators' tests ran with torch 2.4, 2.7, 2.10, 2.11 and 2.13, and their results were compared with 2.14 and 2.15, too (docs/targets.md). All that is here is
+in 2.13; of it, 2.4 has only ``_any_requires_grad`` not, and no ``donated_buffer``.
 """
 
 from __future__ import annotations
