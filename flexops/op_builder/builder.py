@@ -184,7 +184,7 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
         isa_levels=plan.isa_levels,
         glibc=glibc,
         glibcxx=glibcxx,
-        files={**sources, **search.present(headers), **{plan.relocatable(str(path)): cache_key.file_digest(path) for path in plan.recipe}},
+        files={**sources, **search.present(headers)},
     )
     for item in directory.iterdir():  # objects and dependency files have served their purpose
         if item.suffix in (".o", ".d"):

@@ -100,10 +100,10 @@ def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
 
 
 def source_digests(plan: BuildPlan) -> Digests:
-    """The digests of the plan's sources and libraries; raises ``FileNotFoundError`` naming a source that is not there."""
+    """The digests of the plan's sources, recipe and libraries; raises ``FileNotFoundError`` naming one that is not there."""
     texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in plan.texts}
     libraries = {plan.relocatable(str(library)): library_state(library) for library in plan.libraries}
-    return texts | libraries | {plan.relocatable(str(source)): file_digest(source) for source in plan.sources}
+    return texts | libraries | {plan.relocatable(str(source)): file_digest(source) for source in (*plan.sources, *plan.recipe)}
 
 
 def base_key(plan: BuildPlan, sources: Digests) -> str:

@@ -86,7 +86,7 @@ class BuildPlan(NamedTuple):
         device, torch_abi, cuda_version, architectures, isa_levels: what the manifest records and the loader judges.
         texts: (file name, content) of sources that are no files yet: they are written into the build directory, where steps read them.
         keep_objects: keep each compiled object in the cache too, so that after an edit only what it reaches is compiled again.
-        recipe: the files that decided on the commands; recorded, so that the loader notices a change without planning anew.
+        recipe: the files that decided on the commands; part of the key and recorded, so that the loader notices a change without planning anew.
         libraries: what the linker is given besides: their contents (or sizes and dates) are part of the key.
         watched: whether headers may come to be that the same commands would read instead: see ``search``.
         timeout: seconds after which a command is stopped; 0 for never. Not part of the key.

@@ -77,6 +77,16 @@ def test_sources_and_headers_enter_the_key(tmp_path: Path) -> None:
     assert len(set(full)) == 4
 
 
+def test_what_decides_on_commands_enters_the_key(tmp_path: Path) -> None:
+    """Or a library would be found under its key, and each start's look at manifests, which know what decided on the commands, would refuse it."""
+    file = tmp_path / "plan.py"
+    file.write_text("one")
+    plan = tiny_plan(tmp_path)._replace(recipe=(file,))
+    before = key(plan)
+    file.write_text("two")
+    assert key(plan) != before
+
+
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path)
     (tmp_path / "tiny.cpp").unlink()
