@@ -102,3 +102,16 @@ def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
 
 def test_the_tests_have_the_zig_that_builds() -> None:
     assert zig.REQUIREMENT in (REPOSITORY / "tests/requirements.txt").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_the_aarch64_wheel_computes_what_it_should(tmp_path: Path, require: Callable[..., None]) -> None:
+    """Under emulation: every family's self-check, and one family's tests."""
+    there = shutil.which("qemu-aarch64-static") and shutil.which("mmdebstrap")
+    require(there, "an emulator of aarch64", "apt-get install qemu-user-static mmdebstrap")
+    tests = ["tests/ops/test_rope.py", "-k", "native_is_what or strides"]
+    command = [sys.executable, str(REPOSITORY / "scripts/prove_aarch64.py"), "--work", str(tmp_path), "--", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    families = len(catalog.CATALOG)
+    assert re.search(rf"^{families} of {families} families right; [1-9]\d* tests passed, 0 failed", done.stdout, re.MULTILINE), done.stdout
