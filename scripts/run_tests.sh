@@ -62,9 +62,9 @@ has_test_requirements() { test_requirements | cmp -s - "$PREFIX/tests-requiremen
 
 # What a CUDA torch has brought of NVIDIA's stays: another NVRTC under the same name would no longer be that torch's own.
 install_test_requirements() {
-  local brought
+  local brought=''
   mkdir -p "$STATE"
-  brought=$("$(environment_python)" -m pip list --disable-pip-version-check --format freeze | sed -n 's/^\(nvidia-[^=]*\)==.*/\1/p' | paste -sd '|')
+  [[ $target_accelerator != cuda ]] || brought=$("$(environment_python)" -m pip list --disable-pip-version-check --format freeze | sed -n 's/^\(nvidia-[^=]*\)==.*/\1/p' | paste -sd '|')
   grep -vE "^(${brought:-none})==" tests/requirements.txt >"$STATE/tests-requirements.txt" # which names docs/requirements.txt as its neighbour, as from tests/
   pip_install -r "$STATE/tests-requirements.txt"
 }
