@@ -248,12 +248,16 @@ Two gated_backward_(Tensor grad, Tensor gate, Tensor up, int64_t activation, boo
 
 FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "bias_gelu", bias_gelu);
+  FLEXOPS_IMPL(m, "bias_gelu_plain", bias_gelu);
   FLEXOPS_IMPL(m, "bias_gelu_backward", bias_gelu_backward);
   FLEXOPS_IMPL(m, "bias_silu", bias_silu);
+  FLEXOPS_IMPL(m, "bias_silu_plain", bias_silu);
   FLEXOPS_IMPL(m, "bias_silu_backward", bias_silu_backward);
   FLEXOPS_IMPL(m, "swiglu", swiglu);
+  FLEXOPS_IMPL(m, "swiglu_plain", swiglu);
   FLEXOPS_IMPL(m, "swiglu_backward", swiglu_backward);
   FLEXOPS_IMPL(m, "geglu", geglu);
+  FLEXOPS_IMPL(m, "geglu_plain", geglu);
   FLEXOPS_IMPL(m, "geglu_backward", geglu_backward);
   FLEXOPS_IMPL(m, "gated_backward_", gated_backward_);
 }

@@ -138,6 +138,7 @@ void rotary_embedding_(Tensor query, std::optional<Tensor> key, Tensor cos, Tens
 
 FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "rotary_embedding", rotary_embedding);
+  FLEXOPS_IMPL(m, "rotary_embedding_plain", rotary_embedding);
   FLEXOPS_IMPL(m, "rotary_embedding_", rotary_embedding_);
 }
 

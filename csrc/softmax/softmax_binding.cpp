@@ -159,7 +159,9 @@ Tensor softmax_backward(Tensor grad, Tensor y, double scale, bool causal) {
 
 FLEXOPS_REGISTER(m) {
   FLEXOPS_IMPL(m, "scaled_masked_softmax", scaled_masked_softmax);
+  FLEXOPS_IMPL(m, "scaled_masked_softmax_plain", scaled_masked_softmax);
   FLEXOPS_IMPL(m, "causal_softmax", causal_softmax);
+  FLEXOPS_IMPL(m, "causal_softmax_plain", causal_softmax);
   FLEXOPS_IMPL(m, "softmax_backward", softmax_backward);
 }
 

@@ -247,6 +247,7 @@ define(
     check=lambda x, bias, _: _check_biased("bias_gelu", x, bias),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_gelu_backward, grad, ctx.needs_input_grad[1]),
+    plain=True,
 )
 define(
     "activation",
@@ -262,6 +263,7 @@ define(
     check=lambda x, bias: _check_biased("bias_silu", x, bias),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_silu_backward, grad, ctx.needs_input_grad[1]),
+    plain=True,
 )
 define(
     "activation",
@@ -277,6 +279,7 @@ define(
     check=lambda gate, up, interleaved: check_gated("swiglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _swiglu_backward, grad),
+    plain=True,
 )
 define(
     "activation",
@@ -292,6 +295,7 @@ define(
     check=lambda gate, up, _, interleaved: check_gated("geglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _geglu_backward, grad),
+    plain=True,
 )
 define(
     "activation",

@@ -287,6 +287,7 @@ define(
     check=_check,
     setup_context=_keep,
     backward=_backward,
+    plain=True,
 )
 define(
     "rope",

@@ -195,6 +195,7 @@ define(
     check=_check_masked,
     setup_context=_masked_setup,
     backward=_masked_backward,
+    plain=True,
 )
 define(
     "softmax",
@@ -204,6 +205,7 @@ define(
     check=_check_causal,
     setup_context=_causal_setup,
     backward=_causal_backward,
+    plain=True,
 )
 define("softmax", "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor", _softmax_backward_reference, _backward_fake)
 _MASKED, _CAUSAL = caller(torch.ops.flexops.scaled_masked_softmax.default), caller(torch.ops.flexops.causal_softmax.default)

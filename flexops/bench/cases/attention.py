@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ops import attention as op
 from ...ops import scaled_dot_product_attention as drop_in
-from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, forward_and_backward, library
+from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, forward_and_backward, library, small_calls
 
 FAMILY = "attention"
 
@@ -48,6 +48,7 @@ def attention(setup: Setup) -> Iterator[Case]:
         yield from forward_and_backward(FAMILY, "attention", f"attention {what}", functions, (q, k, v), (0, forward), (0, backward))
     yield from _packed(setup)
     yield from _decoding(setup)
+    yield from _small(setup)
 
 
 PACKED = {"4 of equal length": (1, 1, 1, 1), "8 of many lengths": (0.1, 1.9, 0.4, 0.05, 1.0, 0.3, 0.2, 0.05)}
@@ -92,6 +93,24 @@ def _decoding(setup: Setup) -> Iterator[Case]:
         functions: Functions = {FLEXOPS: ours, TORCH: torchs, **(_backends(torchs) if setup.device == "cuda" else {})}
         size, name = q.nbytes * 2 + k.nbytes + v.nbytes, f"one query, bf16 {batch}x{length}x32/8x128"
         yield from forward_and_backward(FAMILY, "scaled_dot_product_attention", name, functions, (q, k, v), (size, "q, k, v, output"), None)
+
+
+def _small(setup: Setup) -> Iterator[Case]:
+    """Calls that are the host's time, each in its own layout."""
+
+    def rows_first(rows: int) -> Sequence[Tensor]:
+        return [setup.randn(1, rows, 4, 64) for _ in range(3)]
+
+    def heads_first(rows: int) -> Sequence[Tensor]:
+        return [setup.randn(1, 4, rows, 64) for _ in range(3)]
+
+    def causal(function: Function) -> Function:
+        return lambda q, k, v: function(q, k, v, is_causal=True)
+
+    whole = Shape(1, 4, 4, 0, 64)
+    yield from small_calls(setup, FAMILY, "attention", _functions(setup, whole), rows_first, "4/4x64 causal")
+    drop_ins = {FLEXOPS: causal(drop_in.scaled_dot_product_attention), TORCH: causal(torch.nn.functional.scaled_dot_product_attention)}
+    yield from small_calls(setup, FAMILY, "scaled_dot_product_attention", drop_ins, heads_first, "4/4x64 causal")
 
 
 def _functions(setup: Setup, shape: Shape) -> Functions:
