@@ -189,16 +189,39 @@ def test_image_run_has_room_for_workers_and_writes_as_who_calls(image: Image, cp
     assert (tmp_path / "result.txt").stat().st_uid == os.getuid()
 
 
-def test_a_dev_image_compiles(engine: Any, image: Image, checkout: Path) -> None:
+@pytest.fixture(scope="module")
+def dev_image(image: Image, checkout: Path) -> str:
+    """`flexops:cpu-test-dev`, built from the checkout's copy."""
     done = image.build("cpu", "--stage", "dev", "--tag", "flexops:cpu-test-dev", checkout=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
+    return "flexops:cpu-test-dev"
+
+
+def test_a_dev_image_compiles(engine: Any, dev_image: str) -> None:
     command = ["flexops", "build", "quant", "--target", "cpu", "--json"]
-    code, out, err = run(engine, "flexops:cpu-test-dev", *command, user="43210:54321")
+    code, out, err = run(engine, dev_image, *command, user="43210:54321")
     assert code == 0, out + err
     assert [one["error"] for one in json.loads(out)] == [None]
-    code, out, _ = run(engine, "flexops:cpu-test-dev", "cat", "/opt/flexops/share/flexops/sbom.json")
+    code, out, _ = run(engine, dev_image, "cat", "/opt/flexops/share/flexops/sbom.json")
     assert {"g++", "torch"} <= {one["name"] for one in json.loads(out)["components"]}
-    assert engine.images.get("flexops:cpu-test-dev").labels["org.opencontainers.image.base.name"] == BASE
+    assert engine.images.get(dev_image).labels["org.opencontainers.image.base.name"] == BASE
+
+
+def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles(engine: Any, dev_image: str, cpu_image: str, tmp_path: Path) -> None:
+    """The way of a project's release: a container without a GPU, without a network, as nobody in particular."""
+    tmp_path.chmod(0o777)
+    mounted = {"volumes": [f"{tmp_path}:/work"], "working_dir": "/work", "network_mode": "none", "user": "43210:54321", "environment": {"HOME": "/tmp"}}
+    made = "cd /tmp && flexops new scaler --family shrink && python -m pip wheel --no-deps --no-build-isolation --wheel-dir /work /tmp/scaler"
+    code, out, err = run(engine, dev_image, "sh", "-c", made, **mounted)
+    assert code == 0, out + err
+    [wheel] = tmp_path.glob("scaler-*.whl")
+    program = "import flexops, scaler, torch; print(scaler.shrink(torch.ones(3), 0.5).tolist(), *[one for one in flexops.status() if 'shrink' in str(one)])"
+    use = f"python -m pip install --no-deps --no-index --target /tmp/site /work/{wheel.name} && PYTHONPATH=/tmp/site python -c \"{program}\""
+    mounted["environment"] |= {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid"}
+    code, out, err = run(engine, cpu_image, "sh", "-c", use, **mounted)
+    assert code == 0, out + err
+    assert "[0.5, 0.5, 0.5]" in out
+    assert "device='cpu', backend='aot'" in out
 
 
 # ---- rebuilding ------------------------------------------------------------------------------------------------------------------------------------------

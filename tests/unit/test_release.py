@@ -52,8 +52,10 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def note(root: Path) -> None:
-    """Something to be released, also right after a release."""
-    edit(root / "CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n### Added\n\n- What nothing else has.\n")
+    """Something to be released, whatever stands there: also right after a release."""
+    path = root / "CHANGELOG.md"
+    noted = "## [Unreleased]\n\n### Added\n\n- What nothing else has.\n\n"
+    path.write_text(re.sub(r"## \[Unreleased\]\n.*?(?=## \[)", noted, path.read_text(), count=1, flags=re.DOTALL))
 
 
 def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
