@@ -56,7 +56,7 @@ compiles_written_lists = tuple(map(int, torch.__version__.split(".")[:2])) >= (2
 
 
 def _any_requires_grad(*args: Any) -> bool:
-    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    return any(_any_requires_grad(*arg) if isinstance(arg, list) else isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _any_requires_grad)  # torch's own is half a microsecond faster

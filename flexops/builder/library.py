@@ -130,11 +130,14 @@ class Op:
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
         self.op = getattr(getattr(torch.ops, library.name), name).default
+        self._has_lists = any(str(argument.type) == "List[Tensor]" for argument in schema_of(self.op).arguments)
         _register.guard_gradient(self.op)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(self._names):
             args = self._bound(args, kwargs)
+        if self._has_lists:  # who looks for tensors that require a gradient does not look into tuples
+            args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
         return _register.caller(self.op)(*args)
 
     def __repr__(self) -> str:
@@ -162,7 +165,7 @@ class Op:
         """The gradient: ``(ctx, *gradients of the results) -> gradients of the arguments, in their order`` (those left off at the end have none).
 
         ``ctx.saved_tensors`` has the tensors named in ``saves``, of arguments and results; by default every tensor argument. Arguments that are no tensors
-        are attributes of ``ctx``. A gradient that nobody asked for is None.
+        are attributes of ``ctx``. A gradient that nobody asked for is None. Tensors in lists have none: where one requires it, the call raises.
         """
         if function is None:
             return functools.partial(self.backward, saves=saves)

@@ -198,7 +198,7 @@ def declare(
 
 def without_defaults(schema: str) -> str:
     """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go by name only, is nothing to a binding."""
-    return re.sub(r"\*, |=\w+", "", schema)
+    return re.sub(r"\*, |=[^,)]+", "", schema)
 
 
 def dimensions(text: str) -> tuple[Dimensions, ...]:

@@ -145,11 +145,22 @@ def add_gradient(
     library, below, refuse, called = _parts[op]
     known = op in _differentiable
     _differentiable[op] = _function(op, below if forward is None else builtin(forward), forward is not None, setup_context, backward)
-    apply = _applies[op] = apply_of(_differentiable[op])
+    apply = apply_of(_differentiable[op])
     if not known:
         library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op), "Autograd")
     transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
+    if lists := [(index, argument.name) for index, argument in enumerate(schema_of(op).arguments) if str(argument.type) == "List[Tensor]"]:
+        apply, transformed = (functools.partial(_apply_without_lists, called, lists, way) for way in (apply, transformed))
+    _applies[op] = apply
     _callers[op] = _caller(op, apply, below, transformed, refuse)
+
+
+def _apply_without_lists(called: str, lists: list[tuple[int, str]], apply: Callable[..., Any], *args: Any) -> Any:
+    """torch looks for tensors among the arguments themselves: gradients of those in lists would be left out without a word."""
+    for index, name in lists:
+        if any_requires_grad(*args[index]):
+            raise RuntimeError(f"{called} has no gradient for the tensors in {name}, a list: detach them, or call it under torch.no_grad()")
+    return apply(*args)
 
 
 def guard_gradient(op: Any) -> None:

@@ -59,6 +59,9 @@ class _FusedAdam(NarrowStates):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for ``torch.optim``. The parameters get copies if a dtype says which; where each parameter's copy was given, ``copies`` must hold theirs."""
+        if "max_norm" in param_group:  # it would stand there without doing anything
+            fix = f"give it to {type(self).__name__} itself, or clip groups with flexops.optim.clip_grad_norm_"
+            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm is of all parameters' gradients, and no option of a group: {fix}")
         super().add_param_group(param_group)
         if "_copies" not in self.__dict__:
             return  # torch's constructor comes here, too

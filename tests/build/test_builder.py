@@ -169,6 +169,9 @@ for add_ in (wide.add_, torch.ops.wide.add_):
 for mix in (wide.mix, torch.ops.wide.mix):
     refused(lambda: (mix(leaf, None, [], 1.0, 3, None, False, torch.float32)[0].sum() + leaf.sum()).backward(), "wide.mix has no gradient")
     assert not mix(leaf, None, [], 1.0, 3, None, False, torch.int64)[1].requires_grad
+    for held in ([leaf], *([(leaf,)] if mix is wide.mix else [])):  # torch does not look for what requires a gradient in there
+        refused(lambda: mix(torch.ones(6, 8), None, held, 1.0, 3, None, False, torch.float32), "wide.mix has no gradient for the tensors in more, a list")
+refused(lambda: torch.func.grad(lambda one: wide.mix(torch.ones(6, 8), None, [one], 1.0, 3, None, False, torch.float32)[0].sum())(torch.ones(6, 8)), "a list")
 assert pickle.loads(pickle.dumps(wide.mix)) is copy.deepcopy(wide.mix) is wide.mix
 torch.library.opcheck(torch.ops.wide.mix.default, (x, bias, [x], 0.25, 3, 0.5, True, torch.int64))
 torch.library.opcheck(torch.ops.wide.add_.default, (torch.zeros(6, 8), torch.randn(6, 8)))

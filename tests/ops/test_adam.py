@@ -507,6 +507,8 @@ def test_clipping_within_the_step_is_kept_and_refuses() -> None:
     assert optimizer.grad_norm > 0.5
     with pytest.raises(ValueError, match="max_norm must be more than 0, or None, got 0"):
         optim.AdamW(params, max_norm=0)
+    with pytest.raises(ValueError, match="max_norm is of all parameters' gradients, and no option of a group"):
+        optim.AdamW([{"params": params, "max_norm": 0.5}])
     number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     number.grad = torch.ones_like(number)
     with pytest.raises(ValueError, match="max_norm does not clip complex gradients"):
