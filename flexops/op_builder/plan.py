@@ -336,9 +336,10 @@ def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
     # stable ABI only: through the classic one C++ objects cross). What is not used of them goes.
     if torch.stable_abi:
         stubs, rest = ([TORCH_STUB, RUNTIME_STUB], "-lm") if host.kind == "zig" else ([TORCH_STUB], "-Wl,--exclude-libs,ALL")
-        command += [*stubs, "-Wl,-z,defs", "-Wl,--gc-sections", rest]
+        command += [*stubs, "-Wl,--gc-sections", rest]
     else:
         command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
-    command.append("-ldl")  # a library of its own in glibc before 2.34
+    # A launcher that is not there is found here, and not when the library is opened. (-ldl: a library of its own in glibc before 2.34.)
+    command += ["-Wl,-z,defs", "-ldl"]
     return Step("link", library, (*objects, *stubs), tuple(command))
 
