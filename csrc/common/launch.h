@@ -168,6 +168,10 @@ constexpr int kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
+/// The driver's own text has no mend. A process that has GPU tensors and no CUDA is a child of the one that it was forked from.
+constexpr const char* kNotStarted =
+    "initialization error (a process that was forked after its parent had used CUDA cannot use it: "
+    "multiprocessing.set_start_method(\"spawn\"))";
 
 struct Driver {
   int (*cuLaunchKernelEx)(const DriverLaunch*, void* kernel, void** arguments, void** extra);
@@ -226,6 +230,7 @@ inline bool note(int result) {
   const char* text = nullptr;
   Driver::get().cuGetErrorString(result, &text);
   if (!text) snprintf(unknown_error, sizeof unknown_error, "error %d, which this driver has no text for", result);
+  if (result == kNotInitialized) text = kNotStarted;
   note(text ? text : unknown_error);
   return false;
 }

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NOT_INITIALIZED, _NOT_CODE = 3, (200, 209)  # CUDA_ERROR_NOT_INITIALIZED; ..._INVALID_IMAGE, ..._NO_BINARY_FOR_GPU
+_NOT_STARTED = ' (a process that was forked after its parent had used CUDA cannot use it: multiprocessing.set_start_method("spawn"))'
 _Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 _lock = _fork.Lock()
@@ -59,6 +61,14 @@ class FamilyKernel(NamedTuple):
 AnyKernel = FamilyKernel | kernel_plan.TextKernel
 
 
+class DriverError(RuntimeError):
+    """The driver has refused a call, with a number of ``CUDA_ERROR_...``."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class Driver:
     """What is called of libcuda.so.1."""
 
@@ -67,8 +77,11 @@ class Driver:
 
     def capability(self, device: int) -> ComputeCapability:
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self.library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device))
-        self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
+        try:
+            self._check(self.library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device))
+            self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
+        except DriverError as error:
+            raise NativeUnavailableError(f"the driver does not tell what GPU {device} is", found=str(error), fix="flexops doctor") from None
         return ComputeCapability(major.value, minor.value)
 
     def cuda(self) -> Version:
@@ -83,7 +96,7 @@ class Driver:
         self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
         try:
             self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
-        except RuntimeError:
+        except DriverError:
             self.library.cuLibraryUnload(library)
             raise
         return kernel.value or 0
@@ -101,11 +114,11 @@ class Driver:
     def error_text(self, status: int) -> str:
         text = ctypes.c_char_p()
         self.library.cuGetErrorString(status, ctypes.byref(text))
-        return (text.value or b"unknown error").decode()
+        return (text.value or b"unknown error").decode() + (_NOT_STARTED if status == _NOT_INITIALIZED else "")
 
     def _check(self, status: int) -> None:
         if status:
-            raise RuntimeError(f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})")
+            raise DriverError(f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})", status)
 
 
 @functools.cache
@@ -199,12 +212,18 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
             if settings.current().record and not (isinstance(kernel, FamilyKernel) and kernel.text):
                 record.kernel(kernel, capability)
             return loaded
-        except (OSError, RuntimeError) as error:
-            refusals.append(_too_new(entry) or Refusal(f"{entry.library}: the driver refuses it: {error}", "flexops doctor"))
+        except (OSError, DriverError) as error:
+            refusals.append(_too_new(entry) or _refused(entry, kernel, error))
             mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
     fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
-    found = "; ".join(refusal.reason for refusal in refusals)
+    found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
     raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
+
+
+def _refused(entry: Entry, kernel: AnyKernel, error: OSError | DriverError) -> Refusal:
+    """Code that is whole and yet not what it was filed as would be found again, each time."""
+    stays = isinstance(error, DriverError) and error.status in _NOT_CODE and not entry.directory.is_relative_to(kernel.spec.project.aot)
+    return Refusal(f"{entry.library}: the driver refuses it: {error}", f"flexops cache clear {entry.manifest.name}" if stays else "flexops doctor")
 
 
 def _entries(

@@ -161,17 +161,6 @@ def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path
     assert "fix: export FLEXOPS_CACHE_DIR=" in said
 
 
-@pytest.fixture
-def obedient(require: Callable[..., None]) -> tuple[str, ...]:
-    """What to put before a command so that a read-only directory is one even for root."""
-    if os.geteuid() != 0:
-        return ()
-    prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
-    works = bool(shutil.which("setpriv")) and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
-    require(works, "setpriv", "apt-get install util-linux")
-    return prefix
-
-
 def read_only(root: Path, yes: bool) -> None:
     for path in [root, *root.rglob("*")]:
         if path.is_dir():

@@ -7,12 +7,14 @@ GPU has, a call without a context), and writes down what it is asked for. To lib
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,14 @@ import pytest
 from builds import child_environment
 
 from flexops import settings, toolchain
+from flexops.doctor.checks import machine as checks
+from flexops.doctor.facts import PlatformFact, TorchFact
+from flexops.doctor.probes import machine as probes
+from flexops.op_builder.manifest import Manifest
 from flexops.toolchain import capabilities as capabilities_module
-from flexops.toolchain import gpus
+from flexops.toolchain import gpus, nvrtc
+from flexops.toolchain.context import SearchContext
+from flexops.toolchain.installed_torch import package_dirs
 from flexops.toolchain.model import HostCompiler, Version
 
 SOURCES = Path(__file__).resolve().parent / "stand_in"
@@ -72,14 +80,14 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompi
 @pytest.fixture(scope="module")
 def run(stand_ins: Path) -> Run:
     """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine with such GPUs."""
-    folder = stand_ins
+    folder, numbers = stand_ins, itertools.count()
 
-    def start(program: str, **environment: str) -> Answer:
-        log = folder / "log"
+    def start(program: str, *, prefix: tuple[str, ...] = (), **environment: str) -> Answer:
+        log = folder / f"log{next(numbers)}"
         log.write_text("")
         known = {"LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(folder / "libtorch_cuda.so"), "STAND_IN_LOG": str(log)}
         known |= {"FLEXOPS_CACHE_DIR": str(settings.current().cache_dir), **environment}
-        command = [sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})]
+        command = [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})]
         done = subprocess.run(command, env=child_environment(**known), capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return Answer(json.loads(done.stdout.splitlines()[-1]), log.read_text().splitlines(), done.stderr)
@@ -207,6 +215,129 @@ def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompil
     assert "the CUDA driver (libcuda.so.1) is missing or older than 525" in answer.said["call"]
 
 
+@pytest.mark.parametrize(("gpus", "starts", "said"), [("none", 0, "invalid device ordinal"), ("", 100, "initialization error")])
+def test_a_driver_without_a_device(run: Run, gpus: str, starts: int, said: str) -> None:
+    """Operators run on the CPU; should a call for a GPU come all the same, what the driver says is said, and what to do."""
+    on_the_cpu = run(
+        """
+import ctypes
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
+said["driver"] = [driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count)), count.value]
+x = torch.randn(5, 8)
+said["right"] = torch.allclose(flexops.rms_norm(x, None), torch.nn.functional.rms_norm(x, [8], eps=1e-6))
+said["backends"] = {one.device: one.backend for one in flexops.status() if one.op == "norm"}
+""",
+        STAND_IN_GPUS=gpus, LD_PRELOAD="",
+    )  # fmt: skip
+    assert on_the_cpu.said == {"driver": [0, 0, 0] if gpus else [starts, 3, -1], "right": True, "backends": {"cpu": "jit", "cuda": "unasked"}}
+    answer = run(f"{ATTEMPTS}attempt('call')", STAND_IN_GPUS=gpus)
+    assert said in answer.said["call"]
+    assert "fix: " in answer.said["call"]
+    assert not answer.launches
+
+
+def test_a_child_that_is_forked_after_a_launch(run: Run) -> None:
+    """What its parent has of the driver it has not: that is said, and the mend; the parent goes on."""
+    answer = run(f"""{ATTEMPTS}
+import json
+attempt("first")
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    attempt("the same kernel")
+    attempt("another kernel", torch.bfloat16)
+    os.write(write, json.dumps(said).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+said["child"] = json.loads(os.read(read, 10000))
+attempt("afterwards")
+attempt("another kernel", torch.bfloat16)
+""")
+    child = answer.said.pop("child")
+    assert answer.said == {"first": "fine", "afterwards": "fine", "another kernel": "fine"}
+    for name in ("the same kernel", "another kernel"):
+        assert "initialization error" in child[name]
+        assert "spawn" in child[name]
+
+
+# ---- code that cannot be had -------------------------------------------------------------------------------------------------------------------
+
+
+def copy_of_cache(cache: Path, *patterns: str) -> None:
+    cache.mkdir(mode=0o700)
+    for path in [path for pattern in patterns for path in settings.current().cache_dir.glob(pattern)]:
+        shutil.copytree(path, cache / path.name)
+
+
+HELD = "flexops::norm::forward_held<{}, false, true, 8>"
+
+
+@pytest.mark.usefixtures("attempts")
+def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(run: Run, tmp_path: Path, obedient: tuple[str, ...]) -> None:
+    """In the middle of a run: it goes on, or says what is wrong, and goes on once that is mended."""
+    cache = tmp_path / "cache"
+    copy_of_cache(cache, "norm-cuda", "norm-sm_90-*", "norm-sm_80-*")
+    there = {(json.loads(path.read_text())["kernel"], path.parent.parent.name[:10]): path for path in cache.glob("norm-sm_*/*/manifest.json")}
+    whole, other = there[HELD.format("float"), "norm-sm_90"].parent / "kernel.cubin", there[HELD.format("float"), "norm-sm_80"].parent / "kernel.cubin"
+    mixed = there[HELD.format("flexops::bf16"), "norm-sm_90"]
+    shutil.copy(other, mixed.parent / "kernel.cubin")
+    theirs, ours = (Manifest.from_json(path.read_text()) for path in (other.parent / "manifest.json", mixed))
+    mixed.write_text(replace(ours, size=theirs.size, crc32=theirs.crc32, sha256=theirs.sha256).to_json())
+    whole.write_bytes(whole.read_bytes()[:1000])
+    shutil.rmtree(there[HELD.format("flexops::f16"), "norm-sm_90"].parents[1])
+    answer = run(
+        f"""{ATTEMPTS}
+import pathlib, resource, subprocess, sys
+from flexops import toolchain
+from flexops.toolchain.select import Choice
+attempt("damaged")
+attempt("another GPU's", torch.bfloat16)
+mend = said["another GPU's"].rpartition("fix: flexops ")[2].split()
+subprocess.run([sys.executable, "-m", "flexops", *mend], check=True, capture_output=True, input=b"y")
+attempt("cleared", torch.bfloat16)
+found, toolchain.device_compiler = toolchain.device_compiler, lambda _: Choice(None)
+attempt("no NVRTC", torch.float16)
+toolchain.device_compiler = found
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+attempt("full", torch.float16)
+resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+directories = [pathlib.Path({str(cache)!r}), *(path for path in pathlib.Path({str(cache)!r}).rglob("*") if path.is_dir())]
+[path.chmod(0o500) for path in directories]
+attempt("read-only", torch.float16)
+attempt("of what it holds")
+[path.chmod(0o700) for path in directories]
+attempt("mended", torch.float16)
+""",
+        prefix=obedient, FLEXOPS_CACHE_DIR=str(cache),
+    )  # fmt: skip
+    said = answer.said
+    assert [name for name, text in said.items() if text == "fine"] == ["damaged", "cleared", "of what it holds", "mended"], said
+    assert "no kernel image is available" in said["another GPU's"]
+    for name, found, fix in (
+        ("no NVRTC", "no NVRTC and no nvcc was found", "fix: PYTHON -m pip install --force-reinstall"),
+        ("full", "File", "fix: "),
+        ("read-only", "the build cache cannot be written", "fix: export FLEXOPS_CACHE_DIR="),
+    ):
+        assert HELD.format("flexops::f16") in said[name]
+        assert found in said[name]
+        assert fix.replace("PYTHON", sys.executable) in said[name]
+
+
+@pytest.mark.usefixtures("attempts")
+def test_two_processes_with_different_nvrtcs_share_a_cache(run: Run, tmp_path: Path, require: Callable[..., None]) -> None:
+    """The second one's driver does not take what the first has made."""
+    copy_of_cache(tmp_path / "cache", "norm-cuda")
+    homes = {str(found.value.version): found.value.path.parents[1] for found in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
+    require({"12.1", "13.0"} <= set(homes), "NVRTC 12.1 and 13.0", "run scripts/run_tests.sh, which installs them")
+    common = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "STAND_IN_GPUS": "80"}
+    older, newer = {**common, "STAND_IN_CUDA": "12010"}, {**common, "STAND_IN_CUDA": "13000"}
+    for version, machine in (("13.0", newer), ("12.1", older)):
+        assert run(f"{ATTEMPTS}attempt('call')", CUDA_HOME=str(homes[version]), **machine).said == {"call": "fine"}
+    made = [json.loads(path.read_text())["compiler"] for path in (tmp_path / "cache").glob("norm-sm_*/*/manifest.json")]
+    assert sorted(made) == ["NVRTC 12.1", "NVRTC 13.0"]
+
+
 # ---- every family ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -278,10 +409,25 @@ def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPat
         ("NVIDIA L40S", "8.9", None),
     ]
     assert found.gpus[0].memory_bytes == 0
-    for devices, capabilities in (("MIG-3", ["8.0"]), ("MIG-1", []), (None, ["8.0", "8.9"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices) if devices else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for devices, capabilities in (("MIG-3", ["8.0"]), ("MIG-1", []), ("", []), (None, ["8.0", "8.9"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices) if devices is not None else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(capabilities_module, "has_device_node", lambda: True)
         monkeypatch.setattr(gpus, "machine", lambda: found)
         settings.current.cache_clear()
         assert [str(one) for one in capabilities_module.local_capabilities()] == capabilities
     settings.current.cache_clear()
+
+
+def test_nvml_tells_of_a_driver_without_a_gpu(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reason to fail: operators run on the CPU."""
+    monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
+    monkeypatch.setenv("STAND_IN_GPUS", "none")
+    found = gpus._from_nvml()
+    assert found
+    assert (str(found.driver and found.driver.release), found.gpus) == ("580.65.06", ())
+    monkeypatch.setattr(gpus, "machine", lambda _="": found)
+    fact, torch = probes.gpus(), TorchFact("ok", version="2.14.1+cu130", cuda="13.0")
+    findings = [checks.gpu(fact, torch, PlatformFact("Linux", "6.1", "x86_64"), {}, ""), checks.driver(fact, torch)]
+    assert [one.status for one in findings] == ["ok", "ok"]
+    assert "operators run on the CPU" in findings[0].found
+    assert "580.65.06" in findings[1].found

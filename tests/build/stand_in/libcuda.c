@@ -1,7 +1,7 @@
 /* A CUDA driver that runs nothing. It takes code as the real one does, and refuses what that one refuses, with its numbers: what flexops calls of it
    then runs as on a machine with such GPUs. What it is, the environment tells; what it was asked for, the file STAND_IN_LOG.
 
-     STAND_IN_GPUS       capabilities of its GPUs: "90,80"; "" for a driver without any
+     STAND_IN_GPUS       capabilities of its GPUs: "90,80"; "none" for a driver that counts none, "" for one that does not even start then
      STAND_IN_CUDA       what cuDriverGetVersion says: 13000
      STAND_IN_SMS        multiprocessors of each
      STAND_IN_CLUSTERS   how many clusters run at once
@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
        NO_BINARY = 209, INVALID_PTX = 218, UNSUPPORTED_PTX = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, OUT_OF_RESOURCES = 701 };
@@ -28,6 +29,7 @@ typedef struct {
 
 static __thread int context = -1;  /* the GPU whose context is this thread's */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pid_t user = 0;  /* the process that has used the driver: what it forks cannot */
 
 static const char* setting(const char* name, const char* otherwise) {
   const char* value = getenv(name);
@@ -39,6 +41,8 @@ static int capability(int gpu) {
   while (gpu > 0 && at) at = strchr(at, ','), at = at ? at + 1 : 0, --gpu;
   return gpu < 0 || !at || !*at ? 0 : atoi(at);
 }
+
+static int starts(void) { return *setting("STAND_IN_GPUS", "90") != 0; }
 
 static void say(const char* format, const char* text, const unsigned* n) {
   const char* path = getenv("STAND_IN_LOG");
@@ -71,7 +75,7 @@ static int refused(const char* call) {
   do {                                             \
     int status = refused(#call);                   \
     if (status) return status;                     \
-    if (!capability(0)) return NOT_INITIALIZED;    \
+    if (!starts() || (user && user != getpid())) return NOT_INITIALIZED; \
   } while (0)
 #define ENTER_CONTEXT(call)                        \
   do {                                             \
@@ -79,7 +83,7 @@ static int refused(const char* call) {
     if (context < 0) return INVALID_CONTEXT;       \
   } while (0)
 
-int cuInit(unsigned flags) { return refused("cuInit") ? refused("cuInit") : capability(0) ? OK : NO_DEVICE; }
+int cuInit(unsigned flags) { return refused("cuInit") ? refused("cuInit") : starts() ? OK : NO_DEVICE; }
 int cuGetExportTable(const void** table, const void* id) { return *table = 0, INVALID_VALUE; }  /* NVRTC asks, and does without */
 int cuDriverGetVersion(int* version) { return *version = atoi(setting("STAND_IN_CUDA", "13000")), refused("cuDriverGetVersion"); }
 int cuDeviceGetCount(int* count) {
@@ -104,7 +108,7 @@ int cuDevicePrimaryCtxRetain(void** out, int gpu) {
 }
 int cuCtxSetCurrent(void* wanted) {
   ENTER(cuCtxSetCurrent);
-  context = (int)(intptr_t)wanted - 1;
+  context = (int)(intptr_t)wanted - 1, user = getpid();
   say("context %s%u\n", "", (unsigned[9]){(unsigned)context});
   return OK;
 }
