@@ -12,6 +12,7 @@ import typer
 
 from .. import settings, targets, toolchain
 from ..builder import registered
+from ..compute_capability import parse_arch_list
 from ..errors import ArchitectureError, FlexopsError
 from ..op_builder import aot, catalog, progress
 from ..op_builder.builder import Result
@@ -69,6 +70,8 @@ def build(
     else:
         for result in results:
             typer.echo(_line(result))
+    for note in dict.fromkeys(note for result in results for note in result.notes):
+        typer.echo(f"note: {note}", err=True)
     failed = [result.error for result in results if result.error]
     if failed:
         raise typer.Exit(failed[0].exit_code)
@@ -89,10 +92,14 @@ def _line(result: Result) -> str:
     if result.error:
         return f"{result.plan.name:<14} FAILED  {result.error}"
     entry = result.require()
-    what = ", ".join(result.architectures or entry.manifest.architectures or entry.manifest.isa_levels)
-    if result.kernels:
+    what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
+    if result.architectures:
+        served = {kernel.plan.architecture.capability.base for kernel in result.kernels}
+        kept = [name for name in result.architectures if parse_arch_list(name)[0].capability.base in served]
+        left = [name for name in result.architectures if name not in kept]
         made = sum(not kernel.cached for kernel in result.kernels)
-        what = f"{len(result.kernels)} kernels for {what}" + (f", {made} compiled now" if made else "")
+        what = f"{len(result.kernels)} kernels" + (f" for {', '.join(kept)}" if kept else "") + (f", {made} compiled now" if made else "")
+        what += f"; none run on {', '.join(left)}, plain PyTorch does" if left else ""
     how = "was there" if result.cached else "compiled"  # in one run with the others, whose time the line above tells
     return f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB  {what}\n{'':<14} {entry.library}"
 

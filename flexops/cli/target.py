@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import settings, targets, toolchain
 from ..errors import TargetError
-from ..inspection import baseline, proving, torch_proof
+from ..inspection import baseline, hip_proof, proving, torch_proof
+from ..inspection.measuring import Measured
 from ..op_builder import progress
 from ..targets import locks, proven, text
 from ..targets import render as rendering
@@ -72,6 +74,8 @@ def prove(
 ) -> None:
     """Compile the kernels as rows of the matrix do, and hold registers, spills and shared memory against the baseline; exit 1 if any is worse.
 
+    Rows for AMD GPUs are compiled by the hipcc that is here, of whatever ROCm, and held against nothing.
+
     With --torch, in an environment that has a row's torch: compile and link every library against it, open each, and hold every operator's native results
     on the CPU against its reference; --tests runs tests there, too, and what comes of them is kept by file, failures included. --update writes what was
     proven into docs/proven.json, from which the tables of targets follow. Needs no GPU.
@@ -83,26 +87,44 @@ def prove(
     path = root / "docs" / "kernel-resources.json"
     known = baseline.read(path) if path.exists() or not update else {}
     chosen = settings.current()
+    rows = [targets.load().find(one) for one in ids or ()]
+    amd = hip_proof.prove([one.id for one in rows if one.accelerator == "rocm"], op or (), chosen)
+    nvidia = [one.id for one in rows if one.accelerator != "rocm"]
     with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
-        measured, changes = proving.prove(ids or (), op or (), known, chosen, quick=quick, progress=report)
+        measured, changes = proving.prove(nvidia, op or (), known, chosen, quick=quick, progress=report) if nvidia or not rows else ([], [])
+    failed = [one for one in amd if one.error]
     if update:
-        baseline.write(path, known, measured)
-        proving.record(root / proven.FACTS, baseline.read(path), {baseline.where(one) for one in measured}, torch_proof.today(), whole=not op)
+        _keep(root, known, measured, [] if op or failed else amd, whole=not op)
     if as_json:
-        kernels, differences = [one.as_dict() for one in measured], [{**change._asdict(), "worse": change.worse} for change in changes]
-        typer.echo(json.dumps({"kernels": kernels, "changes": differences}, indent=1))
+        differences = [{**change._asdict(), "worse": change.worse} for change in changes]
+        typer.echo(json.dumps({"kernels": [one.as_dict() for one in measured], "changes": differences, "amd": [one._asdict() for one in amd]}, indent=1))
     elif as_markdown:
-        typer.echo(proving.report(measured), nl=False)
+        typer.echo(proving.report(measured, amd), nl=False)
     else:
+        for one in amd:
+            typer.echo(f"{one.family} by {one.compiler} for {one.architecture}: {one.error or f'{len(one.kernels)} kernels'}")
         new = sum(not change.was and not change.worse for change in changes)
         for change in changes:
             if change.was or change.worse:
                 typer.echo(str(change))
         worse = sum(change.worse for change in changes)
-        typer.echo(f"{len(measured)} kernels: {worse} worse than the baseline, {new} that it does not know, {len(changes) - worse - new} others changed")
-    if any(change.worse for change in changes) and not update:
-        typer.echo("fix: mend the kernels; or, if it is meant: flexops target prove --update", err=True)
+        if measured or not amd:
+            typer.echo(f"{len(measured)} kernels: {worse} worse than the baseline, {new} that it does not know, {len(changes) - worse - new} others changed")
+    if failed or (any(change.worse for change in changes) and not update):
+        typer.echo("fix: mend the kernels" + ("" if failed else "; or, if it is meant: flexops target prove --update"), err=True)
         raise typer.Exit(1)
+
+
+def _keep(root: Path, known: baseline.Baseline, measured: list[Measured], amd: list[hip_proof.Compiled], *, whole: bool) -> None:
+    """Write what was measured into the baseline, and what compiled into the facts."""
+    path = root / "docs" / "kernel-resources.json"
+    if measured:
+        baseline.write(path, known, measured)
+    renewed = baseline.read(path) if measured else {}
+    kernels = {place: list(renewed[place]) for place in {baseline.where(one) for one in measured}}
+    for one in amd:
+        kernels.setdefault(f"{one.compiler} {one.architecture}", []).extend(f"{one.family} {name}" for name in one.kernels)
+    proving.record(root / proven.FACTS, kernels, torch_proof.when(root), whole=whole)
 
 
 def _prove_torch(ids: list[str], tests: list[str], update: bool, as_json: bool) -> None:

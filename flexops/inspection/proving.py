@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .. import targets
@@ -14,6 +14,7 @@ from ..settings import Settings
 from ..targets import proven
 from ..toolchain import discovery, nvrtc
 from ..toolchain.nvrtc import DeviceCompiler
+from . import hip_proof
 from .baseline import Baseline, Change, compare
 from .measuring import Measured, Progress, measure
 
@@ -58,16 +59,20 @@ def prove(
     return measured, compare(known, measured)
 
 
-def record(path: Path, known: Baseline, places: Iterable[str], date: str, *, whole: bool) -> None:
-    """Keep in ``docs/proven.json`` how much of the baseline's places compiled, and when; not ``whole``: some families were measured, others earlier."""
+def record(path: Path, kernels: Mapping[str, Iterable[str]], when: Mapping[str, str], *, whole: bool) -> None:
+    """Keep in ``docs/proven.json`` how many kernels compiled, by place (their names begin with their family's), and when.
+
+    Args:
+        when: date and flexops, for a place that is new, or if all of its kernels are: ``whole``.
+    """
     before = proven.read(path).get("kernels", {})
-    for place in sorted(places):
-        kernels = known[place]
-        since = date if whole or place not in before else min(date, before[place]["date"])
-        proven.write(path, "kernels", place, {"date": since, "families": len({name.partition(" ")[0] for name in kernels}), "kernels": len(kernels)})
+    for place, names in sorted(kernels.items()):
+        since = when if whole or place not in before else {name: before[place][name] for name in when if name in before[place]}
+        held = list(names)
+        proven.write(path, "kernels", place, {**since, "families": len({name.partition(" ")[0] for name in held}), "kernels": len(held)})
 
 
-def report(measured: Sequence[Measured]) -> str:
+def report(measured: Sequence[Measured], amd: Sequence[hip_proof.Compiled] = ()) -> str:
     """Markdown: for each family, compiler and architecture how many kernels, the most registers, and every kernel that spills or has a stack."""
     groups: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
     for one in measured:
@@ -79,6 +84,7 @@ def report(measured: Sequence[Measured]) -> str:
         size = sum(one.code.stat().st_size for one in kernels) / 1024
         middle = registers[len(registers) // 2]
         lines.append(f"| {family} | {compiler} | {architecture} | {len(kernels)} | {registers[0]}, {middle}, {registers[-1]} | {spilling or ''} | {size:.0f} |")
+    lines += [f"| {one.family} | {one.compiler} | {one.architecture} | {len(one.kernels)} | | | |" for one in amd]
     odd = sorted({(one.kernel, one.compiler, one.architecture.capability.sm, *_spills(one)) for one in measured if any(_spills(one))})
     if odd:
         lines += ["", "| kernel | compiler | for | bytes of stack | spilled: stores, loads |", "| --- | --- | --- | --- | --- |"]

@@ -61,7 +61,7 @@ def prove(chosen: Settings, root: Path, *, say: Say = lambda _: None) -> tuple[F
     wrong += [*unopened, *(problem for one in trials if (problem := _problem(one)))]
     here = [result.plan.device for result in results if result.entry is not None]
     facts: Facts = {
-        **_when(root), "abi": torch.abi_id,
+        **when(root), "abi": torch.abi_id,
         "python": platform.python_version(), "machine": platform.machine(), "compiler": _compiler(chosen),
         "compiled": {device: here.count(device) for device in dict.fromkeys(here)},
         "opened": len(here) - len(unopened), "libraries": digest(results),
@@ -110,7 +110,7 @@ def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
     wrong = [f"{file}: {name} fails" for file, one in files.items() for name in one["failed"]]
     if done.returncode and not wrong:
         wrong = [f"pytest {arguments}: status {done.returncode}"]
-    return {" ".join([file, shlex.join(narrowed)]).strip(): {**_when(root), **one} for file, one in files.items()}, wrong
+    return {" ".join([file, shlex.join(narrowed)]).strip(): {**when(root), **one} for file, one in files.items()}, wrong
 
 
 def _is_there(path: Path) -> bool:
@@ -136,7 +136,8 @@ def counted(report: Path, root: Path) -> dict[str, Facts]:
     return files
 
 
-def _when(root: Path) -> Facts:
+def when(root: Path) -> dict[str, str]:
+    """The day, and the flexops that is proven."""
     return {"date": today(), "flexops": f"{__version__} {_commit(root)}".strip()}
 
 

@@ -90,7 +90,7 @@ def _with_kernels(
     for number, own in plans.items():
         kernels = tuple(next(made) for _ in own)
         error = next((kernel.error for kernel in kernels if kernel.error), None)
-        complete[number] = replace(results[number], kernels=kernels, architectures=tuple(map(str, choice.architectures)), error=error)
+        complete[number] = replace(results[number], kernels=kernels, architectures=tuple(map(str, choice.architectures)), notes=choice.notes, error=error)
     return complete
 
 

@@ -32,7 +32,7 @@ class Result:
     """What came of one plan: an entry, or the error that says why there is none.
 
     ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``). ``kernels`` is the device code of a library for
-    CUDA, where that was built too, and ``architectures`` what it is for.
+    CUDA, where that was built too, ``architectures`` what it is for, and ``notes`` which of those that were asked for it could not be.
     """
 
     plan: BuildPlan
@@ -42,6 +42,7 @@ class Result:
     cached: bool = False
     kernels: tuple[KernelResult, ...] = ()
     architectures: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def require(self) -> Entry:
         """The entry; raises the error if there is none."""

@@ -2,12 +2,12 @@
 
 ``docs/proven.json`` has the facts, by what they are of:
 
-    kernels   <NVRTC and architecture> -> how many compiled, for how many families, when
+    kernels   <compiler and architecture> -> how many compiled, for how many families
     torch     <version with its build, and the processor if it is not x86_64> -> libraries compiled, linked and opened, operators right on the CPU, tests
     gpu       <name> -> its capability, the CUDA that made the kernels, the torch that ran them, tests
 
-Tests are by file (and what narrowed it, if not all of its tests were run): when, of which flexops, how many passed, which failed, how many were skipped
-for which reason.
+Tests are by file (and what narrowed it, if not all of its tests were run): how many passed, which failed, how many were skipped for which reason.
+Each has the date and the flexops that it is of, version and commit, which the tables say: what is older than an edit says nothing of it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def suites(matrix: Matrix, facts: Facts) -> list[str]:
             folders.setdefault(" ".join([file.rpartition("/")[0], *narrowed]), []).append(one)
         for folder, files in sorted(folders.items()):
             passed, failed, skipped = (sum(counts[k] for counts in map(_counts, files)) for k in range(3))
-            lines.append((name, f"`{folder}`", str(len(files)), *map(str, (passed, failed, skipped)), min(one["date"] for one in files)))
-    return _lines(("torch", "tests", "files", "passed", "failed", "skipped", "since"), lines)
+            lines.append((name, f"`{folder}`", str(len(files)), *map(str, (passed, failed, skipped)), _since(files)))
+    return _lines(("torch", "tests", "files", "passed", "failed", "skipped", "when, of which commit"), lines)
 
 
 def page_tables(matrix: Matrix, facts: Facts) -> list[str]:
@@ -57,26 +57,24 @@ def short_table(matrix: Matrix, facts: Facts) -> list[str]:
     toolkits: dict[str, list[Target]] = {}
     for row in matrix.targets:
         toolkits.setdefault(row.toolkit_name, []).append(row)
-    head = ("toolkit", "torch", "kernels compiled for", "host code linked and opened", "operators right on the CPU", "kernels run on")
+    head = ("toolkit", "torch", "kernels compiled for", "host code linked and opened", "operators right on the CPU", "kernels run on", "when, of which commit")
     return _lines(head, [_short(rows, facts) for rows in toolkits.values()])
 
 
 def compiled(row: Target, facts: Facts) -> str:
-    known = facts.get("kernels", {})
-    cells = [f"{one['kernels']} of {one['families']} families, {one['date']}" for place in _places(row) if (one := known.get(place))]
-    return _joined(cells)
+    return _joined([f"{one['kernels']} of {one['families']} families{by}, {_since([one])}" for _, by, one in _of_compiler(row, facts)])
 
 
 def opened(row: Target, facts: Facts) -> str:
-    return _joined([f"{one['opened']} libraries{where}, {one['date']}" for where, one in _of_torch(row, facts)])
+    return _joined([f"{one['opened']} libraries{where}, {_since([one])}" for where, one in _of_torch(row, facts)])
 
 
 def right(row: Target, facts: Facts) -> str:
-    return _joined([f"{one['right on the CPU']} families{_tests(one)}{where}, {one['date']}" for where, one in _of_torch(row, facts)])
+    return _joined([f"{one['right on the CPU']} families{_tests(one)}{where}, {_since(_with_tests([one]))}" for where, one in _of_torch(row, facts)])
 
 
 def ran(row: Target, facts: Facts) -> str:
-    return _joined([f"{name}, from torch {one['torch']}{_tests(one)}, {one['date']}" for name, one in _of_gpu(row, facts)])
+    return _joined([f"{name}, from torch {one['torch']}{_tests(one)}, {_since([one])}" for name, one in _of_gpu(row, facts)])
 
 
 def name_of(version: str, machine: str) -> str:
@@ -92,20 +90,27 @@ def build_of(row: Target) -> str:
 def _short(rows: Sequence[Target], facts: Facts) -> tuple[str, ...]:
     first = rows[0]
     toolkit = {"cpu": "none", "cuda": f"CUDA {first.toolkit_minor}", "rocm": f"ROCm {first.toolkit_minor}"}[first.accelerator]
-    known = facts.get("kernels", {})
-    capabilities = [capability for row in rows for capability in row.capabilities if any(known.get(place) for place in _places(row))]
-    gpus = [f"{name} (by torch {one['torch'].partition('+')[0]})" for row in rows for name, one in _of_gpu(row, facts)]
+    kernels = [(capability + by, one) for row in rows for capability, by, one in _of_compiler(row, facts)]
+    gpus = [(f"{name} (by torch {one['torch'].partition('+')[0]})", one) for row in rows for name, one in _of_gpu(row, facts)]
     torchs = _of_torch(first, facts)
+    proofs = [one for _, one in (*kernels, *torchs, *gpus)]
     return (
-        toolkit, first.torch, _joined(capabilities), _joined(["yes" + where for where, _ in torchs]),
-        _joined([f"{one['right on the CPU']} families{_tests(one)}{where}" for where, one in torchs]), _joined(gpus),
+        toolkit, first.torch, _joined([what for what, _ in kernels]), _joined(["yes" + where for where, _ in torchs]),
+        _joined([f"{one['right on the CPU']} families{_tests(one)}{where}" for where, one in torchs]), _joined([what for what, _ in gpus]),
+        _since(_with_tests(proofs)),
     )  # fmt: skip
 
 
-def _places(row: Target) -> list[str]:
-    """As the facts call a compiler and an architecture."""
-    compiler = {"cuda": f"NVRTC {row.toolkit_minor}", "rocm": "hipcc", "cpu": ""}[row.accelerator]
-    return [f"{compiler} sm_{one.replace('.', '')}" if row.accelerator == "cuda" else f"{compiler} {one}" for one in row.capabilities]
+def _of_compiler(row: Target, facts: Facts) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """What compiled for which of the row's architectures: by its own NVRTC; or by a hipcc, which is named because it is of another ROCm."""
+    compiler = f"NVRTC {row.toolkit_minor} " if row.accelerator == "cuda" else "hipcc "
+    found = []
+    for capability in row.capabilities:
+        architecture = f"sm_{capability.replace('.', '')}" if row.accelerator == "cuda" else capability
+        for name, one in facts.get("kernels", {}).items():
+            if name.startswith(compiler) and name.endswith(f" {architecture}"):
+                found.append((capability, "" if row.accelerator == "cuda" else f" (by {name.rpartition(' ')[0]})", one))
+    return found
 
 
 def _of_torch(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
@@ -116,6 +121,16 @@ def _of_torch(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
 def _of_gpu(row: Target, facts: Facts) -> list[tuple[str, Mapping[str, Any]]]:
     """GPUs that ran kernels which this row's compiler made for this row's architecture."""
     return [(name, one) for name, one in facts.get("gpu", {}).items() if one["cuda"] == row.toolkit_minor and one["capability"] in row.capabilities]
+
+
+def _since(proofs: Sequence[Mapping[str, Any]]) -> str:
+    """The oldest's date, and every commit that any of them is of."""
+    commits = dict.fromkeys(f"`{one['flexops'].split()[-1]}`" for one in proofs if "flexops" in one)
+    return ", ".join([min(one["date"] for one in proofs), *commits]) if proofs else _NOTHING
+
+
+def _with_tests(proofs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [*proofs, *(test for one in proofs for test in one.get("tests", {}).values())]
 
 
 def _tests(one: Mapping[str, Any]) -> str:

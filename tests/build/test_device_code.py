@@ -118,6 +118,32 @@ def test_which_families_older_gpus_run() -> None:
     assert refused == {"6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"}, "7.0": {"attention"}}
 
 
+@pytest.mark.usefixtures("host_compiler")
+def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers: dict[tuple[int, int], DeviceCompiler], tmp_path: Path, require: Any) -> None:
+    """By the NVRTC that still knows them; a newer one's says which it left out."""
+    require({OLDEST, NEWEST} <= set(compilers), "NVRTC 12.1 and 13.0", "run scripts/run_tests.sh, which installs them")
+
+    def build(version: tuple[int, int], *families: str) -> tuple[dict[str, str], str]:
+        home = tmp_path / str(version[0])
+        home.mkdir()
+        (home / "lib64").symlink_to(compilers[version].path.parent)
+        command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda", "--arch", "6.0;6.1;7.0;7.5"]
+        environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return {line.split()[0]: line for line in done.stdout.splitlines() if "KiB" in line}, done.stderr
+
+    said, notes = build(OLDEST, QUICK_FAMILY, "lion", "attention")
+    assert " kernels for 6.0, 6.1, 7.0, 7.5" in said[f"{QUICK_FAMILY}-cuda"]
+    assert " kernels for 7.0, 7.5" in said["lion-cuda"]
+    assert said["lion-cuda"].endswith("none run on 6.0, 6.1, plain PyTorch does")
+    assert said["attention-cuda"].endswith("0 kernels; none run on 6.0, 6.1, 7.0, 7.5, plain PyTorch does")
+    assert not notes
+    said, notes = build(NEWEST, QUICK_FAMILY)
+    assert " kernels for 7.5" in said[f"{QUICK_FAMILY}-cuda"]
+    assert [line.partition(":")[2].strip().partition(":")[0] for line in notes.splitlines()] == ["6.0", "6.1", "7.0"]
+
+
 def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
     """What headers define as kernels, launchers launch; and the other way round the compiler sees to it."""
     named = (kernel_names.names_in, kernel_names.rare_names_in)

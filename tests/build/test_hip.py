@@ -3,40 +3,33 @@ GPU can show."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from builds import SQUARE
+from typer.testing import CliRunner
 
 from flexops import settings
-from flexops.op_builder import builder, catalog, layout, loader
+from flexops.cli._app import app
+from flexops.inspection import hip_proof
+from flexops.op_builder import catalog, layout
 from flexops.op_builder.builder import Result
-from flexops.op_builder.hip import plan_hip_op
 from flexops.op_builder.spec import OpSpec
-from flexops.toolchain import discovery, resources, rocm
+from flexops.toolchain import discovery, rocm
 
 ARCHITECTURE = "gfx90a"  # ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes
 SPECS = (*(spec for spec in catalog.CATALOG if spec.hip), SQUARE)
-INSTALL = "apt-get install hipcc libamdhip64-dev rocm-device-libs, or sudo bash scripts/run_tests.sh, which does"
 
 
 @pytest.fixture(scope="module")
 def build(require: Any) -> Callable[[Sequence[OpSpec]], list[Result]]:
     """Builds ops at once, by this machine's tools as they would be beside a torch for its ROCm: bindings need torch's headers, which any torch has."""
     chosen = settings.current()
-    context = discovery.search_context(chosen)
-    here, torch = rocm.find(context).usable, discovery.discover(chosen, device="cpu").torch
-    require(here, "a hipcc", INSTALL)
-    assert torch is not None
-    tools = discovery.assemble(context, torch._replace(cuda=None, hip=str(here[0].value.version)), device="cuda")
-
-    def build(specs: Sequence[OpSpec]) -> list[Result]:
-        plans = [plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources.detect(), architectures=(ARCHITECTURE,)) for spec in specs]
-        return builder.obtain(plans, loader.open_cache(chosen))
-
-    return build
+    require(rocm.find(discovery.search_context(chosen)).usable, "a hipcc", f"{hip_proof.INSTALL}, or sudo bash scripts/run_tests.sh, which does")
+    return lambda specs: hip_proof.build(specs, ARCHITECTURE, chosen)[1]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,19 @@ def built(build: Callable[[Sequence[OpSpec]], list[Result]]) -> dict[str, Result
 def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
     entry = built[name].require()
     assert entry.manifest.architectures == (ARCHITECTURE,)
-    assert f"hipv4-amdgcn-amd-amdhsa--{ARCHITECTURE}".encode() in entry.library.read_bytes()
+    library = entry.library.read_bytes()
+    assert f"hipv4-amdgcn-amd-amdhsa--{ARCHITECTURE}".encode() in library
+    assert hip_proof.kernels(library)
+
+
+def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None:
+    """By the command; the libraries are those that were compiled before."""
+    done = CliRunner().invoke(app, ["target", "prove", "rocm72-gfx90a", "--op", "rope", "--json"])
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)["amd"]
+    assert (found["family"], found["architecture"]) == ("rope", ARCHITECTURE)
+    assert found["compiler"].startswith("hipcc ")
+    assert found["kernels"] == hip_proof.kernels(built["rope"].require().library.read_bytes())
 
 
 def test_a_projects_operator_whose_binding_the_builder_writes(build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ TESTS = {
     "tests/ops/test_b.py": {"date": "2026-11-20", "passed": 2, "failed": [], "skipped": {}},
     "tests/unit/test_c.py -k parity": {**WHEN, "passed": 2, "failed": [], "skipped": {}},
 }
-HOST = {"date": "2026-11-20", "opened": 30, "right on the CPU": 15, "tests": TESTS}
+HOST = {"date": "2026-11-20", "flexops": "0.2.0 def", "opened": 30, "right on the CPU": 15, "tests": TESTS}
 GPU = {"date": "2026-11-21", "capability": "9.0", "cuda": "13.0", "torch": "2.11.0+cu130"}
 
 
@@ -42,16 +42,23 @@ def test_facts_of_a_compiler_and_an_architecture_are_of_that_row_alone() -> None
     assert {row(name, facts)[0] for name in MATRIX.ids if name != "cu121-sm89"} == {"-"}
 
 
+def test_an_amd_gpus_rows_name_the_hipcc_that_compiled_for_them() -> None:
+    facts = {"kernels": {"hipcc 5.2 gfx90a": {**WHEN, "kernels": 100, "families": 14}}}
+    assert row("rocm72-gfx90a", facts)[0] == "100 of 14 families (by hipcc 5.2), 2026-11-21, `abc`"
+    assert "| ROCm 7.2 | 2.13.0 | gfx90a (by hipcc 5.2) | - | - | - | 2026-11-21, `abc` |" in proven.short_table(MATRIX, facts)
+    assert {row(name, facts)[0] for name in MATRIX.ids if name != "rocm72-gfx90a"} == {"-"}
+
+
 def test_a_torch_counts_only_for_the_rows_that_have_it() -> None:
     facts = {"torch": {"2.14.1+cu130": HOST, "2.13.0+cpu": HOST}}
-    assert row("cu130-sm75", facts)[1:3] == ["30 libraries, 2026-11-20", "15 families, 7 tests, 2026-11-20"]
-    assert row("cpu", facts)[1] == "30 libraries, 2026-11-20"
+    assert row("cu130-sm75", facts)[1:3] == ["30 libraries, 2026-11-20, `def`", "15 families, 7 tests, 2026-11-20, `def`, `abc`"]
+    assert row("cpu", facts)[1] == "30 libraries, 2026-11-20, `def`"
     assert row("cu132-sm80", facts)[1] == row("rocm72-gfx90a", facts)[1] == "-"
 
 
 def test_another_processor_is_said() -> None:
     facts = {"torch": {"2.13.0+cpu aarch64": {**HOST, "emulated": "qemu"}}}
-    assert row("cpu", facts)[2] == "15 families, 7 tests (aarch64, emulated), 2026-11-20"
+    assert row("cpu", facts)[2] == "15 families, 7 tests (aarch64, emulated), 2026-11-20, `def`, `abc`"
     assert row("cu130-sm90", facts)[2] == "-"
 
 
@@ -65,20 +72,21 @@ def test_a_gpu_that_ran_kernels_proves_the_row_of_their_compiler_and_its_archite
 def test_the_short_table_has_a_line_for_each_toolkit() -> None:
     lines = proven.short_table(MATRIX, {"gpu": {"NVIDIA H200": GPU}, "torch": {"2.4.1+cu121": HOST}})
     assert len(lines) - 2 == len({one.toolkit_name for one in MATRIX.targets})
-    assert "| CUDA 12.1 | 2.4.1 | - | yes | 15 families, 7 tests | - |" in lines
-    assert "| CUDA 13.0 | 2.14.1 | - | - | - | NVIDIA H200 (by torch 2.11.0) |" in lines
+    assert "| CUDA 12.1 | 2.4.1 | - | yes | 15 families, 7 tests | - | 2026-11-20, `def`, `abc` |" in lines
+    assert "| CUDA 13.0 | 2.14.1 | - | - | - | NVIDIA H200 (by torch 2.11.0) | 2026-11-21 |" in lines
+    assert "| CUDA 13.2 | 2.15.0 | - | - | - | - | - |" in lines
 
 
 def test_what_came_of_tests_stands_there_by_torch_and_folder() -> None:
     lines = proven.suites(MATRIX, {"torch": {"2.13.0+cpu": {"tests": TESTS}, "2.4.1+cu121": HOST, "1.0.0": HOST}})[2:]
-    counts = ["`tests/ops` | 2 | 5 | 0 | 4 | 2026-11-20 |", "`tests/unit -k parity` | 1 | 2 | 0 | 0 | 2026-11-21 |"]
+    counts = ["`tests/ops` | 2 | 5 | 0 | 4 | 2026-11-20, `abc` |", "`tests/unit -k parity` | 1 | 2 | 0 | 0 | 2026-11-21, `abc` |"]
     assert lines == [f"| {torch} | {one}" for torch in ("2.4.1+cu121", "2.13.0+cpu") for one in counts]
 
 
 def test_a_test_that_failed_is_said_wherever_tests_are_counted() -> None:
     failing: Any = {**HOST, "tests": {**TESTS, "tests/models/test_d.py": {**WHEN, "passed": 1, "failed": ["test_x", "test_y"], "skipped": {}}}}
     facts = {"torch": {"2.4.1+cu121": failing}}
-    assert row("cu121-sm80", facts)[2] == "15 families, 8 tests (2 failed), 2026-11-20"
+    assert row("cu121-sm80", facts)[2] == "15 families, 8 tests (2 failed), 2026-11-20, `def`, `abc`"
     assert "15 families, 8 tests (2 failed)" in "".join(proven.short_table(MATRIX, facts))
 
 
@@ -140,11 +148,13 @@ def test_facts_are_written_where_they_belong_and_a_broken_file_is_said(tmp_path:
 
 def test_the_committed_facts_are_the_baselines() -> None:
     known, facts = baseline.read(ROOT / "docs/kernel-resources.json"), proven.read(ROOT / proven.FACTS)
-    assert {place: one["kernels"] for place, one in facts["kernels"].items()} == {place: len(kernels) for place, kernels in known.items()}
+    compiled = {place: one["kernels"] for place, one in facts["kernels"].items()}
+    assert {place: count for place, count in compiled.items() if place.startswith("NVRTC ")} == {place: len(kernels) for place, kernels in known.items()}
 
 
 def test_what_was_measured_of_some_families_does_not_make_the_others_newer(tmp_path: Path) -> None:
     known: Any = {"NVRTC 12.1 sm_80": {"lion a": [1], "rope b": [1], "rope c": [1]}}
     for date, whole, expected in (("2026-01-02", True, "2026-01-02"), ("2026-02-02", False, "2026-01-02"), ("2026-03-03", True, "2026-03-03")):
-        proving.record(tmp_path / "p.json", known, known, date, whole=whole)
-        assert json.loads((tmp_path / "p.json").read_text())["kernels"]["NVRTC 12.1 sm_80"] == {"date": expected, "families": 2, "kernels": 3}
+        proving.record(tmp_path / "p.json", known, {"date": date, "flexops": date}, whole=whole)
+        counts = {"date": expected, "flexops": expected, "families": 2, "kernels": 3}
+        assert json.loads((tmp_path / "p.json").read_text())["kernels"]["NVRTC 12.1 sm_80"] == counts
