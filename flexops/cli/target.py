@@ -90,8 +90,11 @@ def prove(
     rows = [targets.load().find(one) for one in ids or ()]
     amd = hip_proof.prove([one.id for one in rows if one.accelerator == "rocm"], op or (), chosen)
     nvidia = [one.id for one in rows if one.accelerator != "rocm"]
-    with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
-        measured, changes = proving.prove(nvidia, op or (), known, chosen, quick=quick, progress=report) if nvidia or not rows else ([], [])
+    measured: list[Measured] = []
+    changes: list[baseline.Change] = []
+    if nvidia or not rows:
+        with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
+            measured, changes = proving.prove(nvidia, op or (), known, chosen, quick=quick, progress=report)
     failed = [one for one in amd if one.error]
     if update:
         _keep(root, known, measured, [] if op or failed else amd, whole=not op)
