@@ -10,9 +10,8 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 from .errors import SettingsError
 
@@ -39,9 +38,8 @@ _MOST_DIGITS = 9
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The user's wishes, as the environment states them. Nothing here is probed.
+class Settings(NamedTuple):
+    """The user's wishes, as the environment states them. Nothing here is probed. (A NamedTuple, as in ``toolchain/model.py``.)
 
     Attributes:
         cache_dir: root of the build cache: ``FLEXOPS_CACHE_DIR``, else ``TORCH_EXTENSIONS_DIR/flexops``, else ``XDG_CACHE_HOME/flexops``,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,4 +140,4 @@ def _choices() -> tuple[settings.Settings, tuple[DeviceType, ...]]:
     if toolchain.torch_build() is None and not chosen.wheel:
         fix = "pip install torch, or build with isolation, where flexops-torch brings it"
         raise FlexopsError("this build sees no torch", required="the torch that the libraries are for", fix=fix)
-    return replace(chosen, arch_list=chosen.arch_list or table.get("architectures") or None), asked
+    return chosen._replace(arch_list=chosen.arch_list or table.get("architectures") or None), asked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -55,13 +54,13 @@ def build(
         row = targets.load().find(target)
         require_fit(row, chosen)
         devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
-        chosen = replace(chosen, rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
+        chosen = chosen._replace(rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
         arch = row.arch_list if row.accelerator == "cuda" else None
     elif arch:
         devices = ("cpu", "cuda")
     if device:
         devices = (device.value,)
-    chosen = replace(chosen, max_jobs=jobs or chosen.max_jobs)
+    chosen = chosen._replace(max_jobs=jobs or chosen.max_jobs)
     registered.load_for(tuple(ops or ()))
     with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
         results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, rare=rare, out=out, progress=report)

@@ -157,7 +157,6 @@ def _one_architecture(chosen: Settings) -> str | None:
 
 
 def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
-    from dataclasses import replace
 
     from .. import settings
     from ..op_builder import aot
@@ -165,8 +164,8 @@ def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
     started = time.perf_counter()
     chosen = settings.current()
     if device == "cuda":
-        chosen = replace(chosen, arch_list=arch_list or chosen.arch_list)
-        chosen = replace(chosen, arch_list=_one_architecture(chosen))
+        chosen = chosen._replace(arch_list=arch_list or chosen.arch_list)
+        chosen = chosen._replace(arch_list=_one_architecture(chosen))
     result = aot.build_specs((small_op(),), (cast("DeviceType", device),), chosen)[0]
     architectures = result.architectures or result.require().manifest.architectures
     return {"build_seconds": round(time.perf_counter() - started, 3), "architectures": list(architectures)}

@@ -7,7 +7,6 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -112,5 +111,5 @@ def _read_from(spec: OpSpec, csrc: Path) -> OpSpec:
     """The spec with the files that its folder has in these sources; those of another's project are looked for there, too."""
     folder = csrc / spec.family
     files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
-    project = spec.project if spec.project.own else replace(spec.project, package=csrc.parent)
-    return replace(spec, files=files, project=project)
+    project = spec.project if spec.project.own else spec.project._replace(package=csrc.parent)
+    return spec._replace(files=files, project=project)

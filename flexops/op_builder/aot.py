@@ -40,7 +40,7 @@ def build(
         ToolchainError, ArchitectureError: a build was asked for that cannot be planned. Failed compiles are in the results.
     """
     if arch_list is not None:
-        chosen = replace(chosen, arch_list=arch_list)
+        chosen = chosen._replace(arch_list=arch_list)
     results = build_specs(catalog.select(names), devices if devices is not None else default_devices(chosen), chosen, rare=rare, progress=progress)
     if out is not None:
         for result in results:
@@ -115,7 +115,7 @@ def install(result: Result, out: Path) -> Path:
     if not result.kernels:
         return _copy(entry, out)
     made_by = result.kernels[0].plan.compiler.version.major_minor
-    return _copy(entry, out, replace(entry.manifest, architectures=result.architectures, cuda_version=made_by))
+    return _copy(entry, out, entry.manifest._replace(architectures=result.architectures, cuda_version=made_by))
 
 
 def install_all(results: Sequence[Result], out: Path) -> list[Path]:

@@ -21,7 +21,6 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -247,7 +246,7 @@ class BuildCache:
             CacheError: it cannot be stored, or not be signed.
         """
         try:
-            manifest = replace(manifest, sha256=cache_key.file_digest(built / manifest.library))
+            manifest = manifest._replace(sha256=cache_key.file_digest(built / manifest.library))
             _write_synced(built / FILE_NAME, manifest.to_json())
             if self.signing_key:
                 from . import signing

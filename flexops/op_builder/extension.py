@@ -15,7 +15,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -130,8 +129,8 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
             raise ValueError(f"extension {request.name}: the argument {flag!r} has a newline, which no build file can hold")
     chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
     if verbose:
-        chosen = replace(chosen, log="debug")
-    entry = obtain(request, replace(chosen, pch="1") if precompile else chosen)
+        chosen = chosen._replace(log="debug")
+    entry = obtain(request, chosen._replace(pch="1") if precompile else chosen)
     if chosen.record:
         from . import record
 

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 import zlib
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +24,11 @@ FILE_NAME = "manifest.json"
 ABI = 1
 """What a library and the flexops that opens it agree on: how it is given its kernels (``csrc/common/launch.h``), how kernels' names stand in its file.
 Raised when that changes, so that a project's library that an older flexops compiled is refused with this as the reason."""
+_NONE: dict[str, Any] = {}  # which nobody writes to
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The record of one artifact.
+class Manifest(NamedTuple):
+    """The record of one artifact. (A NamedTuple, as in ``toolchain/model.py``.)
 
     Attributes:
         name: ``<op>-<device>``, or the name of a user's extension.
@@ -63,26 +62,26 @@ class Manifest:
     isa_levels: tuple[str, ...] = ()
     glibc: str = ""
     glibcxx: str = ""
-    files: Digests = field(default_factory=dict)
+    files: Digests = _NONE
     kernel: str = ""
     symbol: str = ""
     compiler: str = ""
-    resources: dict[str, int] = field(default_factory=dict)
+    resources: dict[str, int] = _NONE
     flexops: str = __version__
     schema: str = SCHEMA
     abi: int = ABI
     sha256: str = ""
-    own_crc32: str = field(default="", compare=False)
+    own_crc32: str = ""
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "own_crc32": self._crc32()}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**self._asdict(), "own_crc32": self._crc32()}, indent=1, sort_keys=True) + "\n"
 
     def is_damaged(self) -> bool:
         """Whether this is not what was written."""
         return self.own_crc32 not in ("", self._crc32())
 
     def _crc32(self) -> str:
-        return f"{zlib.crc32(json.dumps({**vars(self), 'own_crc32': ''}, sort_keys=True).encode()):08x}"
+        return f"{zlib.crc32(json.dumps({**self._asdict(), 'own_crc32': ''}, sort_keys=True).encode()):08x}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -90,7 +89,7 @@ class Manifest:
         data: Any = _json.parse(text)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"not a manifest of schema {SCHEMA}")
-        known = {item.name for item in fields(cls)}
+        known = set(cls._fields)
         if missing := {"name", "key", "base", "library", "size", "crc32", "torch_abi", "device"} - data.keys():
             raise ValueError(f"manifest lacks {', '.join(sorted(missing))}")
         for name in known & data.keys():

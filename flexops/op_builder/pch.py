@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _fork, trust
@@ -148,7 +148,7 @@ def _order(pch: PrecompiledHeader, cache: BuildCache, wait: bool, timeout: int) 
         "lock": str(cache.root / ".locks" / f"{NAME}-{pch.key}.lock"),
         "workspaces": str(cache.root / ".tmp"),
         "owner_lock": OWNER_LOCK,
-        "manifest": asdict(manifest),
+        "manifest": manifest._asdict(),
         "manifest_file": FILE_NAME,
         "wait": wait,
         "timeout": timeout or None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -71,8 +70,7 @@ DeviceType = Literal["cpu", "cuda"]
 """torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
 
 
-@dataclass(frozen=True)
-class Project:
+class Project(NamedTuple):
     """Whose kernels are built: flexops' own, or those of a package that uses ``flexops.builder``.
 
     Attributes:
@@ -110,8 +108,18 @@ class Project:
 FLEXOPS = Project("flexops")
 
 
-@dataclass(frozen=True)
-class OpSpec:
+class _Fields(NamedTuple):
+    family: str
+    project: Project = FLEXOPS
+    isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
+    files: tuple[str, ...] | None = None
+    hip: bool = True
+    least_capability: tuple[int, int] = (0, 0)
+    signatures: tuple[Signature, ...] = ()
+    declared: tuple[Declared, ...] = ()
+
+
+class OpSpec(_Fields):
     """One folder of a project's sources, built into one library per device type.
 
     The folder ``csrc/<family>/`` holds ``<family>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
@@ -128,15 +136,6 @@ class OpSpec:
         signatures: of the operators, where they are declared: from them the binding is written, unless the folder has one.
         declared: in the place of signatures, what they are made from when they are asked for.
     """
-
-    family: str
-    project: Project = FLEXOPS
-    isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
-    files: tuple[str, ...] | None = None
-    hip: bool = True
-    least_capability: tuple[int, int] = (0, 0)
-    signatures: tuple[Signature, ...] = ()
-    declared: tuple[Declared, ...] = ()
 
     @cached_property
     def every_signature(self) -> tuple[Signature, ...]:

@@ -168,7 +168,6 @@ def memory_of_tree(pid: int) -> int:
 
 def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
     """Two architectures into a directory: libraries that their manifests describe, judged for GPUs that are not here; within the memory estimated."""
-    from dataclasses import replace
 
     from flexops import settings, toolchain
     from flexops.op_builder import catalog, loader
@@ -202,7 +201,7 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     assert manifests.needed_versions(entry.library)[0] == entry.manifest.glibc
     assert sorted(path.name for path in (tmp_path / "out" / "quant-cuda").iterdir()) == sorted(["manifest.json", entry.manifest.library])
 
-    chosen = replace(settings.current(), arch_list="8.0;9.0", max_jobs=2)
+    chosen = settings.current()._replace(arch_list="8.0;9.0", max_jobs=2)
     plans = [loader.local_plan(catalog.find("quant"), device, chosen) for device in ("cpu", "cuda")]
     steps = sorted((step.memory_bytes for plan in plans for step in plan.steps), reverse=True)
     assert 0 < peak < sum(steps[: min(plan.jobs for plan in plans)])

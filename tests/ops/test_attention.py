@@ -419,7 +419,7 @@ def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)
     assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]
-    forbidding = replace(settings.current(), fallback="forbid")
+    forbidding = settings.current()._replace(fallback="forbid")
     monkeypatch.setattr(settings, "current", lambda: forbidding)
     with pytest.raises(NativeUnavailableError, match="attention"):
         loader.decline("attention", "cuda", reason)

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +258,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: py
     assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(3)), torch.full((3,), 102.0))
     with pytest.raises(RuntimeError, match="too long"):
         op(torch.ones(5))
-    forbidding = replace(settings.current(), fallback="forbid")
+    forbidding = settings.current()._replace(fallback="forbid")
     monkeypatch.setattr(settings, "current", lambda: forbidding)
     with pytest.raises(NativeUnavailableError, match="twice<odd>"):
         op(torch.ones(3))

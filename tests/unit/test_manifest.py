@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,16 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 
+def _fields(text: str) -> Manifest:
+    return Manifest.from_json(text)._replace(own_crc32="")
+
+
 def test_round_trip() -> None:
-    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+    assert _fields(MANIFEST.to_json()) == MANIFEST
 
 
 def test_unknown_fields_of_a_later_version_are_left_out() -> None:
-    assert Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), "colour": "blue"})) == MANIFEST
+    assert _fields(json.dumps({**json.loads(MANIFEST.to_json()), "colour": "blue"})) == MANIFEST
 
 
 @pytest.mark.parametrize(
@@ -85,13 +88,13 @@ def test_a_value_that_no_build_writes_is_refused(changes: dict[str, Any]) -> Non
 
 
 def test_amd_architectures_are_architectures() -> None:
-    mine = replace(MANIFEST, architectures=("gfx90a", "gfx942"))
-    assert Manifest.from_json(mine.to_json()) == mine
+    mine = MANIFEST._replace(architectures=("gfx90a", "gfx942"))
+    assert _fields(mine.to_json()) == mine
 
 
 def test_every_flipped_bit_is_noticed() -> None:
     """Whatever a flip makes of a manifest, one architecture of another included, it is not believed to be what was written."""
-    good = replace(MANIFEST, files={"<csrc>/a.cu": "1" * 8}).to_json().encode()
+    good = MANIFEST._replace(files={"<csrc>/a.cu": "1" * 8}).to_json().encode()
     for position in range(len(good)):
         for bit in range(8):
             flipped = bytearray(good)
@@ -100,7 +103,7 @@ def test_every_flipped_bit_is_noticed() -> None:
                 told = Manifest.from_json(flipped.decode())
             except ValueError:
                 continue
-            assert told.is_damaged() or told == Manifest.from_json(good.decode()), flipped
+            assert told.is_damaged() or told._replace(own_crc32="") == _fields(good.decode()), flipped
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', MANIFEST.to_json()[:200], "\x00" * 20, "[" * 100_000, '{"a":' * 100_000, "9" * 5000])
@@ -128,7 +131,7 @@ def test_a_missing_field_is_named(name: str) -> None:
     ],
 )
 def test_judgement(changes: dict[str, Any], torch: Any, said: str) -> None:
-    refusal = judge(replace(MANIFEST, **changes), torch)
+    refusal = judge(MANIFEST._replace(**changes), torch)
     assert (refusal.reason if refusal else "") == "" if not said else said in (refusal.reason if refusal else "")
     assert refusal is None or refusal.fix
 
@@ -138,7 +141,7 @@ def test_symbol_versions_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
     library.write_bytes(b"\x7fELF..GLIBCXX_3.4.21\0GLIBCXX_3.4.30\0")
     monkeypatch.setattr(module, "_libstdcxx", lambda: str(library))
     assert judge(MANIFEST, TORCH) is None
-    refusal = judge(replace(MANIFEST, glibcxx="3.4.32"), TORCH)
+    refusal = judge(MANIFEST._replace(glibcxx="3.4.32"), TORCH)
     assert refusal is not None
     assert "GLIBCXX_3.4.32" in refusal.reason
     assert str(library) in refusal.reason
@@ -154,7 +157,7 @@ def test_this_process_knows_its_own_libraries() -> None:
 def test_verify(tmp_path: Path) -> None:
     library = tmp_path / "lib.so"
     library.write_bytes(b"abc")
-    good = replace(MANIFEST, crc32="352441c2")
+    good = MANIFEST._replace(crc32="352441c2")
     assert verify(tmp_path, good) is None
     library.write_bytes(b"abd")
     swapped = verify(tmp_path, good)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -177,7 +176,7 @@ def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
                 own = [cached.manifest]
                 if device == "cuda" and not found.torch.hip:  # its kernels are entries of their own
                     kept = device_code.kept_for(cached_ones, spec.name, kernel_names.names_in(cached.library))
-                    own = [replace(cached.manifest, cuda_version=version, architectures=tuple(names)) for version, names in kept.items()] or own
+                    own = [cached.manifest._replace(cuda_version=version, architectures=tuple(names)) for version, names in kept.items()] or own
                 facts += [_library(spec.name, device, "cache", manifest, refusal) for manifest in own]
     return tuple(facts)
 

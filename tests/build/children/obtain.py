@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def build(request: dict[str, Any]) -> builder.Result:
         return builder.obtain([plan], loader.open_cache(settings.current()))[0]
     layout.csrc_root = lambda: Path(request["csrc"])
     chosen = settings.current()
-    return aot.build_specs((SQUARE,), (request["device"],), replace(chosen, arch_list=request.get("arch") or chosen.arch_list))[0]
+    return aot.build_specs((SQUARE,), (request["device"],), chosen._replace(arch_list=request.get("arch") or chosen.arch_list))[0]
 
 
 def die() -> None:
