@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .op_builder.loader import FallbackWarning as FallbackWarning
     from .op_builder.loader import OpStatus as OpStatus
     from .op_builder.loader import status as status
+    from .ops._score_mod import ScoreMod as ScoreMod
     from .ops.activation import bias_gelu as bias_gelu
     from .ops.activation import bias_silu as bias_silu
     from .ops.activation import geglu as geglu
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .ops.adam import adam_ as adam_
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
-    from .ops.attention import ScoreMod as ScoreMod
     from .ops.attention import attention as attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
@@ -75,7 +75,8 @@ _NAMES = {
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),
-    "ops.attention": ("ScoreMod", "attention"),
+    "ops._score_mod": ("ScoreMod",),
+    "ops.attention": ("attention",),
     "ops.cross_entropy": ("cross_entropy",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),

@@ -7,6 +7,8 @@ in 2.13; of it, 2.4 has only ``_any_requires_grad`` not, and no ``donated_buffer
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -122,15 +124,44 @@ empty_strided_cuda: Callable[..., torch.Tensor] = getattr(_C._dynamo.guards, "_e
 
 
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let ``torch.utils.flop_counter`` know what ops cost: each formula takes the op's arguments, and gives a number."""
-    try:
-        from torch.utils.flop_counter import flop_registry, register_flop_formula
+    """Let ``torch.utils.flop_counter`` know what ops cost, once somebody imports it: each formula takes the op's arguments, and gives a number."""
 
-        for op, formula in formulas.items():
-            register_flop_formula(op, get_raw=True)(formula)
-            flop_registry.setdefault(op, formula)  # torch 2.4 registers an op's overloads, and looks for the op
-    except (ImportError, TypeError):  # an older torch, whose counter cannot be told
-        return
+    def tell() -> None:
+        try:
+            from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+            for op, formula in formulas.items():
+                register_flop_formula(op, get_raw=True)(formula)
+                flop_registry.setdefault(op, formula)  # torch 2.4 registers an op's overloads, and looks for the op
+        except (ImportError, TypeError):  # an older torch, whose counter cannot be told
+            return
+
+    if "torch.utils.flop_counter" in sys.modules:
+        tell()
+    else:
+        sys.meta_path.insert(0, _Afterwards("torch.utils.flop_counter", tell))
+
+
+class _Afterwards:
+    """Does something after a module's first import. torch's counter of operations is imported by few, and imports all of Triton."""
+
+    def __init__(self, module: str, act: Callable[[], None]) -> None:
+        self._module, self._act = module, act
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 (sys.meta_path's protocol)
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: Any) -> None:
+                execute(module)
+                self._act()
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .. import _fork, settings, toolchain
 from ..errors import FlexopsError, NativeUnavailableError
-from ..toolchain.capabilities import local_capabilities
 from . import cache_key, catalog, counters, layout
 from .cache import BuildCache, Entry, read_entry
 from .entry import cannot_run
@@ -367,7 +366,7 @@ def open_library(library: Path, asks: OpSpec | None, made: tuple[tuple[str, str]
 
 def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
     """Why a library's kernels can be had for the GPUs here neither by compiling them when they are launched nor compiled already."""
-    capabilities = local_capabilities()
+    capabilities = toolchain.local_capabilities()
     if not capabilities:  # nobody will call it: a build for another machine, or a look at what was built
         return None
     from . import provider

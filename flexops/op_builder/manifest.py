@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__, _json, trust
-from ..compute_capability import parse_arch_list
 from ..errors import ArchitectureError
-from ..toolchain.model import TorchBuild, Version
+from ..toolchain.installed_torch import TorchBuild
+from ..toolchain.version import Version
 from .cache_key import SCHEMA, Digests
 
 FILE_NAME = "manifest.json"
@@ -132,6 +132,8 @@ def _is_path(name: str) -> bool:
 def _is_architecture(text: str) -> bool:
     if text.startswith("gfx"):
         return text.isascii() and text.isalnum()
+    from ..compute_capability import parse_arch_list
+
     try:
         return len(text) < 20 and bool(parse_arch_list(text))
     except ArchitectureError:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..op_builder import loader
 from ._attention_checks import Options, check, fail, kind_of
-from ._score_mod import known as score_mods
 
 _PIECE = 2**25  # scores that are held at once
 
@@ -56,7 +55,9 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Te
         batches = range(s.shape[0])[piece.batch] if o.cu_seqlens_q is None else range(piece.batch.start, piece.batch.stop)
         sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
         at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
-        s, slope = score_mods[o.score_mod](s, *at, words=o.bias)
+        from ._score_mod import known  # who has no such function needs none of it
+
+        s, slope = known[o.score_mod](s, *at, words=o.bias)
     distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
     if o.alibi_slopes is not None:
         slopes = o.alibi_slopes[piece.batch] if o.alibi_slopes.dim() == 2 else o.alibi_slopes[None]

@@ -263,8 +263,12 @@ def _function(
             return (None,) * len(ctx.needs_input_grad)
 
     once = functools.partial(_once, backward)
-    Differentiable.__name__ = Differentiable.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
+    Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
     return Differentiable
+
+
+def _name_of(op: Any) -> str:
+    return str(op).partition(".default")[0].rpartition(".")[2]
 
 
 class _Once(torch.autograd.Function):
@@ -308,26 +312,29 @@ def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backw
     """The same for transforms of ``torch.func``, which want forward and context apart, and everything that is kept among the results."""
     count, native = len(schema_of(op).returns), op if forward is None else forward
 
-    class Functional(torch.autograd.Function):
-        generate_vmap_rule = True
+    @functools.cache  # made when it is first needed: most processes need none, and to make a class takes as long as a call
+    def function() -> type[torch.autograd.Function]:
+        class Functional(torch.autograd.Function):
+            generate_vmap_rule = True
 
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            with below_autograd():
-                return native(*args)
+            @staticmethod
+            def forward(*args: Any) -> Any:
+                with below_autograd():
+                    return native(*args)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs, output)  # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                setup_context(ctx, inputs, output)  # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return _once(backward, ctx, *gradients[:count])
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                return _once(backward, ctx, *gradients[:count])
 
-    Functional.__name__ = Functional.__qualname__ = str(op).partition(".default")[0].rpartition(".")[2]
+        Functional.__name__ = Functional.__qualname__ = _name_of(op)
+        return Functional
 
     def call(*args: Any) -> Any:
-        results = Functional.apply(*args)
+        results = function().apply(*args)
         return results if forward is None else results[0] if count == 1 else results[:count]
 
     return call

@@ -15,7 +15,7 @@ A query that sees no key has zeros as its output and gradients, and ``-inf`` as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, decline
 from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference, rows_first
 from ._difference import difference
 from ._register import caller, define
-from ._score_mod import ScoreMod as ScoreMod
-from ._score_mod import made
+
+if TYPE_CHECKING:
+    from ._score_mod import ScoreMod
 
 
 def attention(
@@ -133,6 +134,8 @@ def _in_float32(of_heads: Tensor | None) -> Tensor | None:
 
 def _modifier(score_mod: Callable[..., Any] | str | ScoreMod, device: torch.device) -> tuple[int, Tensor | None]:
     """The number of a score modifier, and what it looks things up in."""
+    from ._score_mod import ScoreMod, made
+
     modifier = score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
     return modifier.number, modifier.words(device)
 

@@ -15,7 +15,7 @@ from flexops import settings, toolchain
 from flexops.compute_capability import parse_arch_list
 from flexops.op_builder import builder, catalog, device_code, kernel_names, kernel_plan, layout, loader, provider, provider_texts
 from flexops.op_builder.cache import BuildCache
-from flexops.ops.attention import ScoreMod
+from flexops.ops._score_mod import ScoreMod
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs

@@ -15,7 +15,7 @@ import pytest
 from builds import child_environment, made_up_entry, tiny_plan
 from typer.testing import CliRunner
 
-from flexops import settings
+from flexops import settings, toolchain
 from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
@@ -170,7 +170,7 @@ def test_without_a_stand_in_some_kernels_are_enough(cache_dir: Path, monkeypatch
 
     entry = builder.obtain([plan], BuildCache(tmp_path / "libraries"))[0].require()
     nine = (ComputeCapability(9, 0),)
-    monkeypatch.setattr(loader, "local_capabilities", lambda: nine)
+    monkeypatch.setattr(toolchain, "local_capabilities", lambda: nine)
     monkeypatch.setattr(provider, "_too_new", lambda _: None)
     for fallback, expected in (("forbid", False), ("warn", False), ("forbid", True), ("warn", False)):
         monkeypatch.setenv("FLEXOPS_FALLBACK", fallback)
