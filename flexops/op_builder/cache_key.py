@@ -26,6 +26,9 @@ SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/lib/")
 ABSENT = ""
 """In the place of a digest: a file that is not there, and must not be."""
 
+SHARED_HEADERS = "shared-headers"
+"""Beside the build directories of a run: what ``shared_headers.py`` has precompiled."""
+
 _LARGE_LIBRARY = 2**20
 _FEW = 8
 
@@ -122,7 +125,9 @@ def full_key(base: str, headers: Digests) -> str:
 def reached_headers(plan: BuildPlan, depfiles: Sequence[Path]) -> list[str]:
     """The headers in the compilers' depfiles that neither belong to the system nor are covered by the plan's identity."""
     sources = {str(source) for source in plan.sources}
-    skip = (*SYSTEM_ROOTS, *(root.rstrip("/") + "/" for root in plan.trusted_roots))
+    beside = {depfile.parent.parent for depfile in depfiles}
+    shared = [f"{path / SHARED_HEADERS}/" for path in (*beside, *(path.resolve() for path in beside))]  # clang gives whole paths; nothing of its own is there
+    skip = (*SYSTEM_ROOTS, *(root.rstrip("/") + "/" for root in plan.trusted_roots), *shared)
     found = {name for depfile in depfiles for name in parse_depfile(depfile.read_text(encoding="utf-8", errors="surrogateescape"))}
     return sorted(name for name in found - sources if name.startswith("/") and not name.startswith(skip))
 

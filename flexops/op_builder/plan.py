@@ -292,7 +292,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     flags = (*common, "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
-    header = BINDING_HEADER if host.kind == "gcc" else ""
+    header = BINDING_HEADER if host.kind in ("gcc", "zig") else ""
     steps = [Step("host", "binding.o", (binding,), (*flags, "-c", binding, "-o", "binding.o"), memory, shared_header=header)]
     plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
     levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in _isa_levels(spec, toolchain)} if device == "cpu" else {"": ("-O1",)}

@@ -1,17 +1,18 @@
-"""A header that many sources of one run read first, with the same flags: g++ reads it once, for all of them.
+"""A header that many sources of one run read first, with the same flags: g++ or zig reads it once, for all of them.
 
 Where torch has no stable ABI, its headers take five of a binding's eight seconds, and all families together have 28 bindings. To precompile a
-header takes as long as three of its readers save, so a few go without, and nothing is kept after the run.
+header takes as long as three of its readers save, so a few go without, and nothing is kept after the run. With zig the C++ library's headers
+are heavy enough: half of a binding's second and a half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .cache_key import SHARED_HEADERS as FOLDER
 from .plan import BuildPlan, Step
 
 FEWEST = 5
-FOLDER = "shared-headers"
 
 
 def share(plans: Sequence[BuildPlan]) -> list[BuildPlan]:
@@ -47,5 +48,7 @@ def _using(shared: list[tuple[str, ...]], plan: BuildPlan, step: Step) -> Step:
     if reading not in shared:
         return step
     header = f"../{FOLDER}/{shared.index(reading)}.h"
-    # With -fpch-deps the dependency file names what the precompiled header's did. Should g++ not be able to use that one, it reads the header itself.
-    return step._replace(inputs=(*step.inputs, f"{header}.gch"), speed=(*step.speed, "-include", header, "-fpch-deps"))
+    # With -fpch-deps g++'s dependency file names what the precompiled header's did, which clang's does by itself. Should g++ not be able to use that one,
+    # it reads the header itself.
+    listed = () if "-target" in step.command else ("-fpch-deps",)
+    return step._replace(inputs=(*step.inputs, f"{header}.gch"), speed=(*step.speed, "-include", header, *listed))

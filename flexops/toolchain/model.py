@@ -56,8 +56,8 @@ class HostCompiler(NamedTuple):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What a command that compiles begins with."""
-        return (str(self.path), "c++", "-target", self.target) if self.kind == "zig" else (str(self.path),)
+        """What a command that compiles begins with; zig would write debug information, which is stripped, unless told not to."""
+        return (str(self.path), "c++", "-target", self.target, "-g0") if self.kind == "zig" else (str(self.path),)
 
     @property
     def linker(self) -> tuple[str, ...]:
