@@ -179,6 +179,19 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
+/// Whether several elements are one in memory, as expand() makes them: nothing can be written there.
+inline bool is_expanded(const Tensor& tensor) {
+  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
+  bool repeated = false;
+  for (int64_t d = 0, dim = tensor.dim(); d < dim; ++d) {
+    if (sizes[d] == 0) return false;
+    repeated = repeated || (sizes[d] > 1 && strides[d] == 0);
+  }
+  return repeated;
+}
+
+constexpr const char* kExpanded = " is written, and must not be expanded (several of its elements are one in memory): clone() it";
+
 inline bool same_shape(const Tensor& a, const Tensor& b) {
   const int64_t dim = a.dim();
   if (dim != b.dim()) return false;

@@ -30,7 +30,9 @@ struct Written {
   Tensor& target;
   Tensor tensor;
 
-  explicit Written(Tensor& t) : target(t), tensor(contiguous(t)) {}
+  Written(const char* op, const char* name, Tensor& t) : target(t), tensor(contiguous(t)) {
+    FLEXOPS_CHECK(!is_expanded(t), op, ": ", name, kExpanded);
+  }
   void finish() const {
     if (!target.is_contiguous()) copy(target, tensor);
   }

@@ -144,7 +144,7 @@ class TensorTable {
       const TensorColumn& column = *columns.column[n];
       const Tensor& tensor = column.tensors[i];
       if (column.block) check_blocks(column, i, tensor, row.numel);
-      row.array[columns.place[n]] = same || column.block || tensor.is_contiguous() ? tensor.data() : replace(tensor, column.written);
+      row.array[columns.place[n]] = same || column.block || tensor.is_contiguous() ? tensor.data() : replace(column, i, tensor);
     }
   }
 
@@ -184,10 +184,11 @@ class TensorTable {
     return dtype == Dtype::f32 ? ElementType::f32 : dtype == Dtype::bf16 ? ElementType::bf16 : ElementType::f16;
   }
 
-  void* replace(const Tensor& tensor, bool written) {
+  void* replace(const TensorColumn& column, size_t i, const Tensor& tensor) {
+    FLEXOPS_CHECK(!column.written || !is_expanded(tensor), op_, ": ", name_of(column.name, i), kExpanded);
     Tensor temporary = contiguous(tensor);
     void* data = temporary.data();
-    if (written) {
+    if (column.written) {
       replaced_.emplace_back(tensor, std::move(temporary));
     } else {
       kept_.push_back(std::move(temporary));

@@ -211,7 +211,7 @@ def _contiguous(signature: Signature) -> Iterator[str]:
         if argument.type != "Tensor" or name in signature.strided or name in signature.numbers:
             continue
         if argument.written:
-            yield f"  Written {name}_work({name});"
+            yield f'  Written {name}_work(kOp, "{name}", {name});'
         elif argument.many:
             yield f"  for (Tensor& it_ : {name}) it_ = contiguous(it_);"
         else:

@@ -168,8 +168,6 @@ def guard_gradient(op: Any) -> None:
     it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
     schema, (library, below, refuse, called) = schema_of(op), _parts[op]
     name = schema.name.partition("::")[2]
-    if any(argument.kwarg_only for argument in schema.arguments):
-        return
     what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
         add_gradient(op, _saves_nothing, functools.partial(_no_gradient, f"{what}, or give it one (@{name}.backward)"))

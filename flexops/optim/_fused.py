@@ -7,6 +7,7 @@ import abc
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -104,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             closure: reevaluates the model and returns the loss, which is returned.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: a gradient is sparse, or a parameter expanded (several of its elements are one in memory).
             TypeError: a parameter or gradient is not float32, bfloat16 or float16 (or complex64, taken as pairs of float32).
         """
         loss = None
@@ -159,9 +160,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 raise RuntimeError(f"flexops.optim.{kind} does not support sparse gradients; torch.optim.{'SparseAdam' if 'Adam' in kind else 'Adagrad'} does")
             for tensor, of in ((param, ""), (grad, ".grad")):
                 if tensor.dtype not in _TAKEN:
-                    where = f"param_groups[{_index(self.param_groups, group)}]: params[{_index(group['params'], owner)}]{of}"
+                    where = self._place_of(owner, group)
                     found = str(tensor.dtype).removeprefix("torch.")
-                    raise TypeError(f"flexops.optim.{kind}: {where} must be float32, bfloat16 or float16, got {found}")
+                    raise TypeError(f"flexops.optim.{kind}: {where}{of} must be float32, bfloat16 or float16, got {found}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and steps move to their parameters' devices."""
@@ -255,10 +256,20 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         new = not any(states)
         for param, state in zip(params, states, strict=True):
             if not state:
-                state.update(self._make_state(param, group))
+                state.update(self._new_state(param, group))
         if new:
             self._join_steps(params, states)
         return states
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if param.numel() and any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+            what = "is expanded: several of its elements are one in memory, so that no step can be made"
+            fix = "make it torch.nn.Parameter(param.detach().clone())"
+            raise RuntimeError(f"flexops.optim.{type(self).__name__}: {self._place_of(param, group)} {what}; {fix}")
+        return self._make_state(param, group)
+
+    def _place_of(self, param: Tensor, group: dict[str, Any]) -> str:
+        return f"param_groups[{_index(self.param_groups, group)}]: params[{_index(group['params'], param)}]"
 
     def _split(self, mixed: Bucket) -> Iterable[Bucket]:
         """Several devices, DTensors, complex numbers: one bucket for each device, of plain tensors."""
@@ -308,7 +319,7 @@ class NarrowStates(FusedOptimizer):
         if state_dtype not in STATE_DTYPES:
             accepted = "None, 'param', torch.float32, torch.bfloat16 or torch.float16"
             raise ValueError(f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got {state_dtype!r}")
-        self._state_dtype, self._stochastic = state_dtype, stochastic_rounding
+        self._state_dtype, self._stochastic = state_dtype, bool(stochastic_rounding)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_state_dtype": self._state_dtype, "_stochastic": self._stochastic}
@@ -330,15 +341,29 @@ def rate_for(lr: float | Tensor, bucket: Bucket) -> tuple[float, Tensor | None]:
     return number, _moved(tensor, device)
 
 
-def check_options(kind: str, lr: float | Tensor, betas: tuple[float, ...] = (), **not_negative: float) -> None:
-    """Raise ``ValueError`` if an option is out of range, in torch's words."""
+def check_types(kind: str, betas: Any = (0.0, 0.0), **numbers: Any) -> None:
+    """Raise ``TypeError`` if what should be a number is none, or ``betas`` not two: torch would raise without their names, or take three betas for two."""
+    if not (isinstance(betas, Iterable) and list(map(_is_number, betas)) == [True, True]):
+        raise TypeError(f"flexops.optim.{kind}: betas must be two numbers, got {betas!r}")
+    for name, value in numbers.items():
+        if not _is_number(value):
+            raise TypeError(f"flexops.optim.{kind}: {name} must be a number{' or None' if name == 'max_norm' else ''}, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, Tensor))
+
+
+def check_options(kind: str, lr: float | Tensor, betas: tuple[Any, ...] = (0.0, 0.0), **not_negative: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if an option is no number, or out of range, in torch's words."""
+    check_types(kind, betas, lr=lr, **not_negative)
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
     elif not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
     for index, beta in enumerate(betas):
-        if not isinstance(beta, (float, int)):
+        if isinstance(beta, Tensor):
             raise ValueError(f"flexops.optim.{kind}: betas must be floats, not tensors")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

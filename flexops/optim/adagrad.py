@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import each_step, increment_versions, round_to_bfloat16, step_noise
-from ._fused import Bucket, NarrowStates, full_state, rate_for, run, step_state
+from ._fused import Bucket, NarrowStates, check_types, full_state, rate_for, run, step_state
 
 _NARROW = (torch.bfloat16, torch.float16)
 _PIECE = 2**22
@@ -65,11 +65,13 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
             raise ValueError("flexops.optim.Adagrad: differentiable=True is not supported; use torch.optim for it")
         if foreach and fused:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        numbers = {"lr_decay": lr_decay, "weight_decay": weight_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
+        check_types("Adagrad", lr=lr, **numbers)
         super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize=maximize)
         for group in self.param_groups:
             group["fused"] = fused
             for param in group["params"]:  # torch has made states already, of the parameters' dtypes and with steps on the CPU
-                self.state[param] = self._make_state(param, group)
+                self.state[param] = self._new_state(param, group)
             self._join_steps(group["params"], [self.state[param] for param in group["params"]])
         self.defaults["fused"] = fused
         self._leave_unscaling()
@@ -82,7 +84,7 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
 
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
-        numbers = lr, group["lr_decay"], group["weight_decay"], group["eps"], group["maximize"], lr_tensor, grad_scale, found_inf
+        numbers = lr, group["lr_decay"], group["weight_decay"], group["eps"], bool(group["maximize"]), lr_tensor, grad_scale, found_inf
         op = torch.ops.flexops.adagrad_.default
         if not bucket.kind:
             run(op, bucket.params, bucket.grads, bucket.states["sum"], bucket.steps, *numbers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import PARAM_DTYPES, increment_versions
-from ._fused import Bucket, NarrowStates, full_state, moved, plain, rate_for, run, step_state
+from ._fused import Bucket, NarrowStates, check_types, full_state, moved, plain, rate_for, run, step_state
 from .clip import total_norm
 
 Copies = torch.dtype | Mapping[Tensor, Tensor] | Sequence[Tensor]
@@ -29,6 +29,8 @@ class _FusedAdam(NarrowStates):
         self, copies: Copies | None, differentiable: bool, betas: tuple[Any, ...], state_dtype: torch.dtype | str | None, stochastic_rounding: bool,
         max_norm: float | None,
     ) -> None:  # fmt: skip
+        if max_norm is not None:
+            check_types(type(self).__name__, max_norm=max_norm)
         if max_norm is not None and not max_norm > 0.0:
             raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm must be more than 0, or None, got {max_norm!r}")
         self._max_norm = max_norm
@@ -38,6 +40,12 @@ class _FusedAdam(NarrowStates):
         if any(isinstance(beta, Tensor) for beta in betas):
             raise ValueError(f"flexops.optim.{type(self).__name__}: betas must be floats, not tensors")
         self._leave_unscaling()
+        copied = copies.values() if isinstance(copies, Mapping) else copies if isinstance(copies, Sequence) else ()
+        if isinstance(copies, str) or not (copies is None or isinstance(copies, (torch.dtype, Mapping, Sequence))) or not all(map(_is_tensor, copied)):
+            accepted = "None, a dtype, a list of tensors or a mapping to tensors"
+            raise TypeError(f"flexops.optim.{type(self).__name__}: copies must be {accepted}, got {copies!r}")
+        if isinstance(copies, torch.dtype) and copies not in PARAM_DTYPES:
+            raise ValueError(f"flexops.optim.{type(self).__name__}: copies must be in float32, bfloat16 or float16, got {copies}")
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
         self._copy_dtype = copies if isinstance(copies, torch.dtype) else None
         self._each_copied = isinstance(copies, Sequence)
@@ -121,9 +129,9 @@ class _FusedAdam(NarrowStates):
             beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled=group.get("decoupled_weight_decay", self._decoupled),
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
             lr_tensor=lr_tensor,
             grad_scale=grad_scale,
             found_inf=found_inf,
@@ -131,6 +139,10 @@ class _FusedAdam(NarrowStates):
             grad_factor=None if self._grad_factor is None else moved(self._grad_factor, bucket.params[0].device),
         )
         increment_versions(bucket.params + copies)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 _KEPT = ("_copies", "_copy_dtype", "_each_copied", "_max_norm")
@@ -163,6 +175,7 @@ _OPTIONS = """
             then the optimizer's ``grad_norm``. Not for complex gradients.
 
     Raises:
+        TypeError: an option is no number, or nothing that it may be.
         ValueError: an option is out of range or not supported, or a complex parameter is to have a copy.
     """
 
@@ -195,6 +208,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         max_norm: float | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
+        check_types(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_decoupled(decoupled_weight_decay)
         self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding, max_norm)
@@ -233,5 +247,6 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         max_norm: float | None = None,
     ) -> None:
         options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
+        check_types(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding, max_norm)

@@ -71,15 +71,15 @@ class AdamW8bit(FusedOptimizer):
         lr, lr_tensor = rate_for(group["lr"], bucket)
         numbers = lr, *group["betas"], group["eps"], group["weight_decay"]
         states, rest = bucket.states, (lr_tensor, grad_scale, found_inf)
-        ops = torch.ops.flexops
+        ops, maximize = torch.ops.flexops, bool(group["maximize"])
         if bucket.kind:
             lists = _row_major(bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"])
-            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], bucket.steps, *numbers, group["maximize"], True, *rest)
+            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], bucket.steps, *numbers, maximize, True, *rest)
         else:
             tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], bucket.steps]
             names = "lr", "beta1", "beta2", "eps", "weight_decay"
             options = dict(zip(names, numbers, strict=True)) | dict(zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True))
-            run(ops.adam_.default, *tensors, amsgrad=False, maximize=group["maximize"], decoupled=True, **options)
+            run(ops.adam_.default, *tensors, amsgrad=False, maximize=maximize, decoupled=True, **options)
         increment_versions(bucket.params)
 
 

@@ -66,13 +66,13 @@ class LAMB(NarrowStates):
     def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         numbers = *group["betas"], group["eps"], group["weight_decay"]
+        adapt, maximize = bool(group["adapt"]), bool(group["maximize"])
         states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.steps
         ops = torch.ops.flexops
         if isinstance(bucket.kind, tuple) and bucket.kind:
-            norms = run(ops.lamb_moments_.default, bucket.params, bucket.grads, *states, *numbers, group["maximize"], grad_scale, found_inf, self._stochastic)
+            norms = run(ops.lamb_moments_.default, bucket.params, bucket.grads, *states, *numbers, maximize, grad_scale, found_inf, self._stochastic)
             add_over_ranks(norms, bucket.kind)
-            run(ops.lamb_apply_.default, bucket.params, *states, norms, lr, *numbers, group["adapt"], lr_tensor, found_inf)
+            run(ops.lamb_apply_.default, bucket.params, *states, norms, lr, *numbers, adapt, lr_tensor, found_inf)
         else:
-            flags = group["adapt"], group["maximize"]
-            run(ops.lamb_.default, bucket.params, bucket.grads, *states, lr, *numbers, *flags, lr_tensor, grad_scale, found_inf, self._stochastic)
+            run(ops.lamb_.default, bucket.params, bucket.grads, *states, lr, *numbers, adapt, maximize, lr_tensor, grad_scale, found_inf, self._stochastic)
         increment_versions(bucket.params)

@@ -72,5 +72,5 @@ class Lion(NarrowStates):
         beta1, beta2 = group["betas"]
         lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
         op, stochastic = torch.ops.flexops.lion_.default, self._stochastic and bool(bucket.steps)
-        run(op, *lists, lr, beta1, beta2, group["weight_decay"], group["maximize"], lr_tensor, grad_scale, found_inf, bucket.steps, stochastic)
+        run(op, *lists, lr, beta1, beta2, group["weight_decay"], bool(group["maximize"]), lr_tensor, grad_scale, found_inf, bucket.steps, stochastic)
         increment_versions(bucket.params)

@@ -371,6 +371,7 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("mylib.lib.op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)", "mylib.scale is declared twice"),
         ("mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)", "cannot be read"),
         ("mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)", "torch does not take the schema"),
+        ("mylib.lib.op('scale2(Tensor x, *, float s) -> Tensor', family='scale', own_binding=True)(lambda x, *, s: x)", "has keyword-only arguments"),
         ("mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))", "cannot save nothing"),
         ("mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)", "in their order: x, y"),
         ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),

@@ -613,6 +613,24 @@ class StepContract:
         with pytest.raises(TypeError, match=r"params\[0\] must be float32, bfloat16 or float16, got float64"):
             self.optimizer([param]).step()
 
+    def test_expanded_parameters_are_refused_before_any_step(self) -> None:
+        """As torch's own optimizers, except fused ones."""
+        param, expanded = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(1).expand(6))
+        for one in (param, expanded):
+            one.grad = torch.ones_like(one)
+        before = param.detach().clone()
+        with pytest.raises(RuntimeError, match=r"param_groups\[1\]: params\[0\] is expanded"):
+            self.optimizer([{"params": [param]}, {"params": [expanded]}]).step()
+        assert torch.equal(param, before)
+
+    def test_an_expanded_list_is_refused_before_it_is_written(self) -> None:
+        lists = self.lists("cpu", shapes=[(5,), (64, 65)])
+        lists[0][1] = lists[0][1][:1].expand(64, 65)
+        before = clone(lists)
+        with pytest.raises(RuntimeError, match=r"params\[1\] is written, and must not be expanded"):
+            self.call(lists)
+        assert_lists_close(lists, before)
+
     @pytest.mark.parametrize("wrong", ["dtype", "complex", "sparse", "rate"])
     def test_no_group_is_stepped_if_one_cannot_be(self, wrong: str) -> None:
         params = make_params("cpu", shapes=[(3, 4), (4, 3), (5, 3)])

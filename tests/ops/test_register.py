@@ -133,6 +133,40 @@ print(json.dumps([test_register.messages(), [op.backend for op in flexops.status
 
 
 OPTIMIZERS = {name for name, value in vars(flexops.optim).items() if getattr(value, "__module__", "").startswith("flexops.optim.")}
+NO_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "max_norm", "min_8bit_size")
+NO_OPTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(NO_NUMBERS, ("1", [0.1])),
+    "betas": ("ab", 0.9, None, (0.9,), (0.9, 0.9, 0.9), ("a", 0.9)),
+    "copies": ("x", 3, [1]),
+    "state_dtype": ("x", torch.int8),
+}
+"""What an option of an optimizer cannot be."""
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS - {"clip_grad_norm_"}))
+def test_options_of_optimizers_that_are_none_are_named(name: str) -> None:
+    kind = getattr(flexops.optim, name)
+    taken = [option for option in inspect.signature(kind).parameters if option in NO_OPTIONS]
+    assert {"lr", "weight_decay"} <= {*taken}
+    for option in taken:
+        for value in NO_OPTIONS[option]:
+            with pytest.raises((TypeError, ValueError), match=rf"flexops\.optim\.{name}: {option} must be"):
+                kind([torch.nn.Parameter(torch.ones(3))], **{option: value})
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS - {"clip_grad_norm_"}))
+def test_flags_of_optimizers_are_what_python_takes_them_for(name: str) -> None:
+    """As torch has it: a number, or a numpy.bool_ of a configuration."""
+    kind, stepped = getattr(flexops.optim, name), []
+    flags = [flag for flag in ("maximize", "amsgrad", "adapt", "stochastic_rounding") if flag in inspect.signature(kind).parameters]
+    for value in (True, 1, "x"):
+        param = torch.nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        kind([param], lr=0.125, **dict.fromkeys(flags, value)).step()
+        stepped.append(param.tolist())
+    assert stepped[0] == stepped[1] == stepped[2] > [1.0]
+
+
 FUNCTIONS = sorted(name for name, module in flexops._PUBLIC.items() if module.startswith("ops."))
 
 
