@@ -95,20 +95,18 @@ def attention(
         if bias is not None or softcap or alibi_slopes is not None:
             fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
         number, bias = _modifier(score_mod, q.device)
-    options = usual_options(False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias)
+    usual = False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias
+    options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None
     if number or softcap or given or packed:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        options = (*Options(*options)[:_RARE], float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
+        options = (*usual, float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
     out, lse = (_composed if declined(q, v, number) else by_kernels)(q, k, v, *options)
     return (out, lse) if return_lse else out
 
 
 # ---- what the operators are told, from what people say -----------------------------------------------------------------------------------------
-
-_RARE = Options._fields.index("softcap")
-
 
 def usual_options(heads_first: bool, right: int, left: int, scale: float | None, deterministic: bool, bias: Tensor | None) -> tuple[Any, ...]:
     """The operators' arguments behind q, k and v, less what is the default at their end."""
