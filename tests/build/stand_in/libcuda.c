@@ -1,11 +1,15 @@
-/* A CUDA driver that runs nothing. It takes code as the real one does, and refuses what that one refuses, with its numbers: what flexops calls of it
-   then runs as on a machine with such GPUs. What it is, the environment tells; what it was asked for, the file STAND_IN_LOG.
+/* A CUDA driver. It takes code as the real one does, and refuses what that one refuses, with its numbers: what flexops calls of it then runs as on a
+   machine with such GPUs. Kernels it runs if they are PTX and it is told what translates that (tests/emulated); else it runs nothing.
+   What it is, the environment tells; what it was asked for, the file STAND_IN_LOG.
 
      STAND_IN_GPUS       capabilities of its GPUs: "90,80"; "none" for a driver that counts none, "" for one that does not even start then
      STAND_IN_CUDA       what cuDriverGetVersion says: 13000
      STAND_IN_SMS        multiprocessors of each
      STAND_IN_CLUSTERS   how many clusters run at once
-     STAND_IN_REFUSE     "cuLaunchKernelEx=719": that call fails so, always; "cuLaunchKernelEx=719@2": at its second call only */
+     STAND_IN_REFUSE     "cuLaunchKernelEx=719": that call fails so, always; "cuLaunchKernelEx=719@2": at its second call only
+     STAND_IN_TRANSLATOR a command that is given the path of a PTX file and prints that of a library with its kernels */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <elf.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -15,11 +19,13 @@
 #include <unistd.h>
 
 enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
-       NO_BINARY = 209, INVALID_PTX = 218, UNSUPPORTED_PTX = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, OUT_OF_RESOURCES = 701 };
-enum { SHARED_OF_BLOCK = 232448, SHARED_OF_PROCESSOR = 233472, WITHOUT_ASKING = 49152, GPUS = 8 };
+       NO_BINARY = 209, INVALID_PTX = 218, UNSUPPORTED_PTX = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, OUT_OF_RESOURCES = 701, LAUNCH_FAILED = 719 };
+enum { WITHOUT_ASKING = 49152, OF_SYSTEM = 1024, GPUS = 8 };
 
 typedef struct { unsigned grid[3], block[3], shared; void* stream; struct { int id, padding; unsigned value[16]; }* attributes; unsigned count; } Config;
-typedef struct { char* code; int text, sm, accelerated; } Library;
+typedef int (*Emulate)(const char* symbol, const char* source, const unsigned* grid, const unsigned* block, uint64_t shared, void** arguments,
+                       uint64_t (*memory)[2], uint64_t count, char* error, size_t error_size);
+typedef struct { char* code; int text, sm, accelerated; Emulate emulate; char source[512]; } Library;
 typedef struct {
   Library* library;
   char symbol[1024];
@@ -43,6 +49,8 @@ static int capability(int gpu) {
 }
 
 static int starts(void) { return *setting("STAND_IN_GPUS", "90") != 0; }
+static int shared_of_processor(int known) { return known == 80 || known == 87 ? 167936 : known >= 90 && known < 120 ? 233472 : known == 75 ? 65536 : 102400; }
+static int shared_of_block(int known) { return shared_of_processor(known) - (known == 75 ? 0 : OF_SYSTEM); }
 
 static void say(const char* format, const char* text, const unsigned* n) {
   const char* path = getenv("STAND_IN_LOG");
@@ -96,7 +104,8 @@ int cuDeviceGetAttribute(int* value, int which, int gpu) {
   ENTER(cuDeviceGetAttribute);
   const int known = capability(gpu);
   if (!known) return INVALID_DEVICE;
-  *value = which == 75 ? known / 10 : which == 76 ? known % 10 : which == 16 ? atoi(setting("STAND_IN_SMS", "132")) : which == 97 ? SHARED_OF_BLOCK : which == 81 ? SHARED_OF_PROCESSOR : 0;
+  *value = which == 75 ? known / 10 : which == 76 ? known % 10 : which == 16 ? atoi(setting("STAND_IN_SMS", "132"))
+         : which == 97 ? shared_of_block(known) : which == 81 ? shared_of_processor(known) : 0;
   return OK;
 }
 
@@ -137,6 +146,24 @@ static int runs_on(const Library* library, int known) {
   return library->accelerated ? library->sm == known : library->sm / 10 == known / 10 && library->sm <= known;
 }
 
+/* The kernels of a PTX text as functions of this process. */
+static int translate(Library* library) {
+  char path[] = "/tmp/stand-in-XXXXXX", command[1024], made[sizeof library->source] = "";
+  const int file = mkstemp(path);
+  if (file < 0 || write(file, library->code, strlen(library->code)) < 0) return INVALID_PTX;
+  close(file);
+  snprintf(command, sizeof command, "env -u LD_PRELOAD %s %s", getenv("STAND_IN_TRANSLATOR"), path);
+  FILE* answer = popen(command, "r");
+  if (answer && fgets(made, sizeof made, answer)) made[strcspn(made, "\n")] = 0;
+  const int failed = !answer || pclose(answer);
+  unlink(path);
+  void* opened = failed ? 0 : dlopen(made, RTLD_NOW | RTLD_LOCAL);
+  if (!opened) return fprintf(stderr, "%s: %s\n", command, failed ? "failed" : dlerror()), INVALID_PTX;
+  library->emulate = (Emulate)dlsym(opened, "emulate");
+  snprintf(library->source, sizeof library->source, "%.*s.ptx", (int)strlen(made) - 3, made);
+  return OK;
+}
+
 int cuLibraryLoadData(void** out, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   ENTER(cuLibraryLoadData);
   Library* library = calloc(1, sizeof *library);
@@ -154,6 +181,8 @@ int cuLibraryLoadData(void** out, const void* code, void* a, void* b, unsigned c
     if (version > (unsigned)atoi(setting("STAND_IN_CUDA", "13000"))) return UNSUPPORTED_PTX;
     size_t size = strlen(code) + 1;
     library->code = memcpy(malloc(size), code, size);
+    const int wrong = getenv("STAND_IN_TRANSLATOR") ? translate(library) : OK;
+    if (wrong) return wrong;
   } else {
     if (elf->e_machine != 190) return INVALID_IMAGE;
     const int newer = elf->e_ident[EI_ABIVERSION] >= 8;
@@ -216,7 +245,7 @@ int cuKernelGetAttribute(int* value, int attribute, void* kernel, int gpu) {
 int cuKernelSetAttribute(int attribute, int value, void* handle, int gpu) {
   ENTER_CONTEXT(cuKernelSetAttribute);
   Kernel* kernel = handle;
-  if (attribute != 8 || value + (int)kernel->shared > SHARED_OF_BLOCK) return INVALID_VALUE;
+  if (attribute != 8 || value + (int)kernel->shared > shared_of_block(capability(gpu))) return INVALID_VALUE;
   kernel->allowed[gpu] = value;
   return OK;
 }
@@ -231,7 +260,7 @@ static int judge(const Kernel* kernel, const Config* c) {
   for (int d = 0; d < 3; ++d)
     if (!c->grid[d] || !c->block[d] || c->grid[d] > (d ? 65535u : 2147483647u)) return INVALID_VALUE;
   if (threads > 1024 || c->block[2] > 64 || threads > kernel->threads) return INVALID_VALUE;
-  if ((kernel->allowed[context] < 0 ? all > WITHOUT_ASKING : (int)c->shared > kernel->allowed[context] && all > WITHOUT_ASKING) || all > SHARED_OF_BLOCK) return INVALID_VALUE;
+  if ((kernel->allowed[context] < 0 ? all > WITHOUT_ASKING : (int)c->shared > kernel->allowed[context] && all > WITHOUT_ASKING) || (int)all > shared_of_block(capability(context))) return INVALID_VALUE;
   if (kernel->registers * ((threads + 31) / 32 * 32) > 65536) return OUT_OF_RESOURCES;
   if (cluster > 1 && (capability(context) < 90 || cluster > 8 || c->grid[0] % cluster)) return INVALID_VALUE;
   return OK;
@@ -244,17 +273,34 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* co
   return wrong;
 }
 
+static int run(const Kernel* kernel, const Config* c, void** arguments) {
+  static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
+  size_t (*const memory_of)(uint64_t (*)[2], size_t) = (size_t (*)(uint64_t (*)[2], size_t))dlsym(RTLD_DEFAULT, "stand_in_memory");
+  char error[2048] = "";
+  const size_t most = memory_of ? memory_of(0, 0) + 64 : 0;
+  uint64_t (*memory)[2] = malloc(most * sizeof *memory);
+  const size_t count = memory_of ? memory_of(memory, most) : 0;
+  pthread_mutex_lock(&one);
+  const int failed = kernel->library->emulate(kernel->symbol, kernel->library->source, c->grid, c->block, c->shared, arguments, memory, count, error, sizeof error);
+  pthread_mutex_unlock(&one);
+  free(memory);
+  if (failed) fprintf(stderr, "%s\n", error), say("fault %s\n", error, (unsigned[9]){0});
+  return failed ? LAUNCH_FAILED : OK;
+}
+
 int cuLaunchKernelEx(const Config* c, void* handle, void** arguments, void** extra) {
   ENTER_CONTEXT(cuLaunchKernelEx);
   const Kernel* kernel = handle;
   const int wrong = judge(kernel, c);
   const unsigned n[9] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1] * c->block[2], c->shared, cluster_of(c), (unsigned)context, (unsigned)wrong};
   say("launch %s grid %u %u %u block %u %u shared %u cluster %u gpu %u status %u\n", kernel->symbol, n);
-  return wrong;
+  return wrong || !kernel->library->emulate ? wrong : run(kernel, c, arguments);
 }
 
 int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void* stream) {
   ENTER_CONTEXT(cuMemsetD32Async);
+  if (getenv("STAND_IN_TRANSLATOR"))
+    for (size_t i = 0; i < count; ++i) ((uint32_t*)pointer)[i] = value;
   say("memset%s %u\n", "", (unsigned[9]){(unsigned)count});
   return OK;
 }
@@ -274,7 +320,7 @@ int cuGetErrorString(int error, const char** text) {
       {101, "invalid device ordinal"}, {200, "device kernel image is invalid"}, {201, "invalid device context"},
       {209, "no kernel image is available for execution on the device"}, {218, "a PTX JIT compilation failed"},
       {222, "the provided PTX was compiled with an unsupported toolchain."}, {400, "invalid resource handle"}, {500, "named symbol not found"},
-      {701, "too many resources requested for launch"}, {719, "unspecified launch failure"}};
+      {701, "too many resources requested for launch"}, {LAUNCH_FAILED, "unspecified launch failure"}};
   for (size_t i = 0; i < sizeof known / sizeof *known; ++i)
     if (known[i].number == error) return *text = known[i].text, OK;
   return *text = 0, INVALID_VALUE;

@@ -1,0 +1,430 @@
+"""Translates PTX, as NVRTC makes it, to C++ and compiles that: ``python ptx.py KERNEL.ptx FOLDER`` prints the path of the library.
+
+Each instruction becomes one statement, each register a local variable, a label a label; device.h is what the statements call. A library is kept in
+FOLDER under a digest of all that it is made of. An instruction that is not known here is an error which names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SIZES = {"pred": 1, "8": 1, "16": 2, "32": 4, "64": 8, "16x2": 4, "x2": 2}
+NAMES = {"pred": "bool", **{f"{kind}{size}": f"{sign}{size}" for size in (8, 16, 32, 64) for kind, sign in (("b", "u"), ("u", "u"), ("s", "s"))}}
+NAMES |= {name: name for name in ("f16", "bf16", "f16x2", "bf16x2", "f32", "f64", "e4m3x2", "e5m2x2")}
+WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
+FLAGS = {
+    "rn": "RN", "rz": "RZ", "rm": "RM", "rp": "RP", "rni": "INT", "rzi": "INT|RZ", "rmi": "INT|RM", "rpi": "INT|RP", "ftz": "FTZ", "sat": "SAT",
+    "NaN": "NAN_WINS", "wrap": "WRAP", "clamp": "0", "satfinite": "FINITE", "relu": "RELU", "approx": "0", "full": "0", "lo": "0",
+}  # fmt: skip
+FLOAT = "rn rz rm rp ftz sat"
+# Of result and operands: T is the type, W the one of twice its size. What else may stand in the name.
+ARITHMETIC = {
+    **dict.fromkeys(("add", "sub"), ("TTT", FLOAT)), "mul": ("TTT", FLOAT + " lo"), "mul.hi": ("TTT", ""), "mul.wide": ("WTT", ""), "div": ("TTT", FLOAT + " approx full"),
+    "rem": ("TTT", ""), "fma": ("TTTT", FLOAT), "mad": ("TTTT", FLOAT + " lo"), "mad.hi": ("TTTT", ""), "mad.wide": ("WTTW", ""),
+    **dict.fromkeys(("min", "max"), ("TTT", "ftz NaN")), **dict.fromkeys(("and", "or", "xor"), ("TTT", "")), "copysign": ("TTT", ""), "not": ("TT", ""),
+    **dict.fromkeys(("neg", "abs"), ("TT", "ftz")), **dict.fromkeys(("sqrt", "rcp"), ("TT", "rn rz rm rp ftz approx")),
+    **dict.fromkeys(("rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), ("TT", "approx ftz")), **dict.fromkeys(("shl", "shr"), ("TTu", "")),
+    "shf.l": ("TTTu", "wrap clamp"), "shf.r": ("TTTu", "wrap clamp"), **dict.fromkeys(("popc", "clz"), ("uT", "")), "brev": ("TT", ""), "bfe": ("TTuu", ""),
+    "bfi": ("TTTuu", ""), "prmt": ("TTTT", ""), "lop3": ("TTTTu", ""), "selp": ("TTTp", ""),
+}  # fmt: skip
+SPACES = {"global": "GLOBAL", "shared": "SHARED", "local": "LOCAL", "param": "PARAM", "const": "GENERIC"}
+IGNORED = {"volatile", "relaxed", "acquire", "release", "weak", "gpu", "cta", "sys", "nc", "ca", "cg", "cs", "cv", "wb", "wt", "lu", "L1::no_allocate", "L2::cache_hint",
+           "L1::evict_last", "L1::evict_first", "L2::128B", "L2::256B", "L2::64B", "aligned"}  # fmt: skip
+NOTHING = ("prefetch", "prefetchu", "griddepcontrol", "nanosleep", "membar", "fence", "discard")  # no result
+SPECIAL = {"%laneid": "t.lane", "%warpid": "(t.number / 32)", "%nwarpid": "32", "%clock": "0", "%clock64": "0", "%smid": "0", "%nsmid": "1", "%gridid": "0",
+           "%cluster_ctarank": "0", "%cluster_nctarank": "1", "%lanemask_lt": "((1u << t.lane) - 1)", "%lanemask_eq": "(1u << t.lane)",
+           "%lanemask_le": "((2u << t.lane) - 1)", "%lanemask_gt": "~((2u << t.lane) - 1)", "%lanemask_ge": "~((1u << t.lane) - 1)"}  # fmt: skip
+for _axis in "xyz":
+    SPECIAL |= {f"%tid.{_axis}": f"t.at.{_axis}", f"%ntid.{_axis}": f"t.launch->block.{_axis}", f"%ctaid.{_axis}": f"t.block->at.{_axis}", f"%nctaid.{_axis}": f"t.launch->grid.{_axis}"}
+MMA = {"f16": "f16", "bf16": "bf16", "tf32": "f32", "s8": "s8", "u8": "u8"}
+
+
+class UnknownPtx(Exception):
+    pass
+
+
+def size_of(kind: str) -> int:
+    return SIZES.get(kind) or SIZES["x2" if kind[0] == "e" else kind.lstrip("bufs")]
+
+
+class Kernel:
+    """The C++ of one .entry."""
+
+    def __init__(self, symbol: str, variables: dict[str, str], shared: int) -> None:
+        self.symbol, self.variables, self.shared = symbol, dict(variables), shared
+        self.declared: list[str] = []
+        self.code: list[str] = []
+        self.parameters: list[int] = []
+        self.line = 0
+
+    # ---- operands ------------------------------------------------------------------------------------------------------------------------
+
+    def value(self, text: str, kind: str) -> str:
+        """An operand read as a C++ type."""
+        text = text.strip()
+        if text.startswith("!"):
+            return f"!{self.value(text[1:], kind)}"
+        if text in SPECIAL:
+            return f"static_cast<{kind}>({SPECIAL[text]})"
+        if text.startswith("%"):
+            return register(text) if kind == "bool" else f"as<{kind}>({register(text)})"
+        if text in self.variables:
+            return f"as<{kind}>({self.variables[text]})"
+        if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
+            return f"literal<{kind}>(0x{found[1] or found[2]}ull)"
+        if re.fullmatch(r"-?\d+U?|-?0[xX][0-9a-fA-F]+U?", text):
+            number = int(text.rstrip("U"), 0)
+            return str(bool(number)).lower() if kind == "bool" else f"literal<{kind}>({number & (1 << 64) - 1:#x}ull)"
+        if kind == "f32" and re.fullmatch(r"\d+\.\d*", text):
+            return f"{text}f"
+        raise UnknownPtx(f"operand {text!r}")
+
+    def address(self, text: str) -> str:
+        base, sign, offset = re.fullmatch(r"\[\s*([^\s+\]]+?)\s*(?:(\+)\s*(-?\d+))?\s*\]", text.strip()).groups()  # type: ignore[union-attr]
+        at = self.variables.get(base) or f"u64({register(base)})"
+        return f"({at} + {offset}ll)" if sign else at
+
+    # ---- instructions ------------------------------------------------------------------------------------------------------------------
+
+    def statement(self, name: str, operands: list[str]) -> str:
+        base, *mods = name.split(".")
+        handler = getattr(self, f"do_{base}", None)
+        if handler:
+            return str(handler(mods, operands))
+        if base in NOTHING:
+            return ";"
+        if mods and f"{base}.{mods[0]}" in ARITHMETIC:
+            base, mods = f"{base}.{mods[0]}", mods[1:]
+        if base not in ARITHMETIC:
+            raise UnknownPtx("instruction")
+        signature, allowed = ARITHMETIC[base]
+        kind = NAMES[mods.pop()]
+        flags = self.flags(mods, allowed)
+        kinds = {"T": kind, "W": WIDER.get(kind, ""), "u": "u32", "p": "bool"}
+        given = ", ".join(self.value(one, kinds[letter]) for one, letter in zip(operands[1:], signature[1:], strict=True))
+        return f"put({register(operands[0])}, {base.replace('.', '_')}_<{kind}, {flags}>({given}));"
+
+    @staticmethod
+    def flags(mods: list[str], allowed: str) -> str:
+        if set(mods) - set(allowed.split()):
+            raise UnknownPtx("modifier")
+        return "|".join(FLAGS[one] for one in mods) or "0"
+
+    def do_mov(self, mods: list[str], operands: list[str]) -> str:
+        (kind,) = mods
+        to, source = operands
+        if to.startswith("{"):
+            parts = inside(to)
+            width = 8 * size_of(kind) // len(parts)
+            whole = self.value(source, f"u{8 * size_of(kind)}")
+            return f"{{ auto whole = {whole}; " + " ".join(f"put({register(one)}, u{width}(whole >> {width * n}));" for n, one in enumerate(parts) if one != "_") + " }"
+        if source.startswith("{"):
+            parts = inside(source)
+            width = 8 * size_of(kind) // len(parts)
+            return f"put({register(to)}, " + " | ".join(f"u{8 * size_of(kind)}({self.value(one, f'u{width}')}) << {width * n}" for n, one in enumerate(parts)) + ");"
+        return f"put({register(to)}, {self.value(source, NAMES[kind])});"
+
+    def do_cvta(self, mods: list[str], operands: list[str]) -> str:
+        return f"put({register(operands[0])}, {self.value(operands[1], NAMES[mods[-1]])});"
+
+    def memory(self, mods: list[str]) -> tuple[str, int, str]:
+        """The space, how many, and of what."""
+        kind = mods.pop()
+        count = int(mods.pop()[1]) if mods and mods[-1] in ("v2", "v4") else 1
+        space = "GENERIC"
+        for one in mods:
+            if one.partition("::")[0] in SPACES:
+                space = SPACES[one.partition("::")[0]]
+            elif one not in IGNORED:
+                raise UnknownPtx("modifier")
+        return space, count, kind
+
+    def do_ld(self, mods: list[str], operands: list[str]) -> str:
+        space, count, kind = self.memory(mods)
+        to = inside(operands[0]) if count > 1 else operands[:1]
+        at = f"touch(t, {self.address(operands[1])}, {count * size_of(kind)}, {space}, READ, {self.line})"
+        return f"{{ const u8* at = {at}; " + " ".join(f"put({register(one)}, load<{NAMES[kind]}>(at, {n}));" for n, one in enumerate(to) if one != "_") + " }"
+
+    def do_st(self, mods: list[str], operands: list[str]) -> str:
+        space, count, kind = self.memory(mods)
+        given = inside(operands[1]) if count > 1 else operands[1:2]
+        at = f"touch(t, {self.address(operands[0])}, {count * size_of(kind)}, {space}, WRITE, {self.line})"
+        return f"{{ u8* at = {at}; " + " ".join(f"store(at, {n}, {self.value(one, NAMES[kind])});" for n, one in enumerate(given)) + " }"
+
+    def do_atom(self, mods: list[str], operands: list[str]) -> str:
+        vector = "v4" if "v4" in mods else "v2" if "v2" in mods else ""
+        *mods, kind = [one for one in mods if one != "noftz"]
+        action = next(one for one in mods if one in ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))
+        space, _, _ = self.memory([*(one for one in mods if one not in (action, vector)), kind])
+        type_, size, (to, place, *given) = NAMES[kind], size_of(kind), operands
+        if vector:
+            values = inside(given[0])
+            each = " ".join(f"store(at, {n}, add_<{type_}, 0>(load<{type_}>(at, {n}), {self.value(one, type_)}));" for n, one in enumerate(values))
+            return f"{{ u8* at = touch(t, {self.address(place)}, {size * len(values)}, {space}, WRITE, {self.line}); {each} }}"
+        values = [self.value(one, type_) for one in given]
+        new = {
+            "exch": values[0], "cas": f"old == {values[0]} ? {values[-1]} : old", "inc": f"old >= {values[0]} ? 0 : old + 1",
+            "dec": f"old == 0 || old > {values[0]} ? {values[0]} : old - 1",
+        }.get(action) or f"{action}_<{type_}, 0>(old, {values[0]})"  # fmt: skip
+        at = self.address(place)
+        known = f"touch(t, {at}, {size}, {space}, READ, {self.line}); u8* at = touch(t, {at}, {size}, {space}, WRITE, {self.line}); const auto old = load<{type_}>(at);"
+        return f"{{ {known} store(at, 0, {type_}({new})); {'' if to == '_' else f'put({register(to)}, old);'} }}"
+
+    def do_red(self, mods: list[str], operands: list[str]) -> str:
+        return self.do_atom(mods, ["_", *operands])
+
+    def do_setp(self, mods: list[str], operands: list[str]) -> str:
+        comparison, *middle, kind = [one for one in mods if one != "ftz"]
+        names = {"num": "NUM", "nan": "NOTNUM"}
+        found = f"compared<{names.get(comparison, comparison.upper())}, {NAMES[kind]}>({self.value(operands[1], NAMES[kind])}, {self.value(operands[2], NAMES[kind])})"
+        parts = operands[0].split("|")
+        combine = {"and": "&&", "or": "||", "xor": "!="}[middle[0]] if middle else ""
+        each = [f"{register(one)} = {truth} {combine} {self.value(operands[3], 'bool') if combine else ''};" for one, truth in zip(parts, ("yes", "!yes"), strict=False) if one != "_"]
+        return f"{{ const bool yes = {found}; {' '.join(each)} }}"
+
+    def do_slct(self, mods: list[str], operands: list[str]) -> str:
+        kind, by = NAMES[mods[-2]], NAMES[mods[-1]]
+        return f"put({register(operands[0])}, {self.value(operands[3], by)} >= 0 ? {self.value(operands[1], kind)} : {self.value(operands[2], kind)});"
+
+    def do_testp(self, mods: list[str], operands: list[str]) -> str:
+        test = {"finite": "isfinite", "infinite": "isinf", "notanumber": "isnan", "normal": "isnormal"}[mods[0]]
+        return f"{register(operands[0])} = std::{test}({self.value(operands[1], NAMES[mods[1]])});"
+
+    def do_cvt(self, mods: list[str], operands: list[str]) -> str:
+        *mods, to, source = mods
+        flags = self.flags(mods, "rn rz rm rp rni rzi rmi rpi ftz sat satfinite relu")
+        type_ = f"{NAMES[to]}, {NAMES[source]}, {flags}"
+        return f"put({register(operands[0])}, cvt_{'pair_' if source.endswith('x2') else ''}<{type_}>({', '.join(self.value(one, NAMES[source]) for one in operands[1:])}));"
+
+    def do_dp4a(self, mods: list[str], operands: list[str]) -> str:
+        kinds = ", ".join({"u32": "u8", "s32": "s8"}[one] for one in mods)
+        return f"put({register(operands[0])}, dp4a_<{kinds}>({self.value(operands[1], 'u32')}, {self.value(operands[2], 'u32')}, {self.value(operands[3], 's32')}));"
+
+    def do_bra(self, mods: list[str], operands: list[str]) -> str:
+        return f"goto {label(operands[0])};"
+
+    def do_ret(self, mods: list[str], operands: list[str]) -> str:
+        return "return;"
+
+    do_exit = do_ret
+
+    def do_trap(self, mods: list[str], operands: list[str]) -> str:
+        return f'fault(t, {self.line}, "a trap");'
+
+    def do_createpolicy(self, mods: list[str], operands: list[str]) -> str:
+        return f"{register(operands[0])} = 0;"
+
+    # ---- what threads do together ---------------------------------------------------------------------------------------------------
+
+    def do_bar(self, mods: list[str], operands: list[str]) -> str:
+        mods = [one for one in mods if one not in ("cta", "aligned")]
+        if mods == ["warp", "sync"]:
+            return f"bar_warp_sync(t, {self.value(operands[0], 'u32')}, {self.line});"
+        if mods not in (["sync"], ["arrive"]):
+            raise UnknownPtx("barrier")
+        return f"bar_{mods[0]}(t, {self.value(operands[0], 'u32')}, {self.value(operands[1], 'u32') if len(operands) > 1 else 0}, {self.line});"
+
+    do_barrier = do_bar
+
+    def do_shfl(self, mods: list[str], operands: list[str]) -> str:
+        to, _, inside_ = operands[0].partition("|")
+        value, by, clamp, mask = (self.value(one, "u32") for one in operands[1:])
+        done = f"u32 got; const bool in = shfl<{mods[1].upper()}>(t, got, {value}, {by}, {clamp}, {mask}, {self.line}); put({register(to)}, got);"
+        return f"{{ {done} {f'{register(inside_)} = in;' if inside_ else '(void)in;'} }}"
+
+    def do_vote(self, mods: list[str], operands: list[str]) -> str:
+        found = f"vote<{mods[1].upper()}>(t, {self.value(operands[1], 'bool')}, {self.value(operands[2], 'u32')}, {self.line})"
+        return f"put({register(operands[0])}, {found if mods[1] == 'ballot' else f'bool({found})'});"
+
+    def do_match(self, mods: list[str], operands: list[str]) -> str:
+        if mods[0] != "any":
+            raise UnknownPtx("match")
+        return f"put({register(operands[0])}, match_any(t, {self.value(operands[1], NAMES[mods[-1]])}, {self.value(operands[2], 'u32')}, {self.line}));"
+
+    def do_redux(self, mods: list[str], operands: list[str]) -> str:
+        kind = NAMES[mods[-1]]
+        return f"put({register(operands[0])}, redux(t, {self.value(operands[1], kind)}, {self.value(operands[2], 'u32')}, {mods[1]}_<{kind}, 0>, {self.line}));"
+
+    def do_ldmatrix(self, mods: list[str], operands: list[str]) -> str:
+        if "m8n8" not in mods or mods[-1] != "b16":
+            raise UnknownPtx("shape")
+        to = inside(operands[0])
+        template = f"{len(to)}, {str('trans' in mods).lower()}"
+        outs = ", ".join(f"m{n}" for n in range(len(to)))
+        done = f"u32 {outs}; ldmatrix<{template}>(t, {self.address(operands[1])}, {self.line}, {outs});"
+        return f"{{ {done} {' '.join(f'put({register(one)}, m{n});' for n, one in enumerate(to))} }}"
+
+    def do_mma(self, mods: list[str], operands: list[str]) -> str:
+        shape = re.fullmatch(r"m16n8k(\d+)", next(one for one in mods if one.startswith("m16")))
+        sum_, left, right, _ = mods[-4:]
+        if not shape or mods[-1] != sum_ or left != right or sum_ not in ("f32", "s32") or left not in MMA:
+            raise UnknownPtx("mma")
+        d, a, b, c = (inside(one) for one in operands)
+        a_, b_, c_ = (f"{kind} {name}[] = {{{', '.join(self.value(one, kind) for one in part)}}};" for name, part, kind in (("a", a, "u32"), ("b", b, "u32"), ("c", c, sum_)))
+        call = f"mma<{MMA[left]}, {sum_}, {shape[1]}, {len(a)}, {len(b)}>(t, d, a, b, c, {self.line});"
+        return f"{{ {a_} {b_} {c_} {sum_} d[4]; {call} {' '.join(f'put({register(one)}, d[{n}]);' for n, one in enumerate(d))} }}"
+
+    def do_cp(self, mods: list[str], operands: list[str]) -> str:
+        if mods == ["async", "commit_group"]:
+            return "++t.group;"
+        if mods == ["async", "wait_group"]:
+            return f"cp_async_wait(t, {operands[0]}, {self.line});"
+        if mods == ["async", "wait_all"]:
+            return f"cp_async_wait(t, -1, {self.line});"
+        if mods[:1] != ["async"] or mods[1] not in ("ca", "cg"):
+            raise UnknownPtx("copy")
+        to, source, size, *of = operands[: -1 if "L2::cache_hint" in mods else None]
+        return f"cp_async(t, {self.address(to)}, {self.address(source)}, {size}, {self.value(of[0] if of else size, 'u32')}, {self.line});"
+
+
+def register(name: str) -> str:
+    return f"{name.strip()[1:]}_"
+
+
+def inside(braces: str) -> list[str]:
+    return [one.strip() for one in braces.strip().strip("{}").split(",")]
+
+
+def label(name: str) -> str:
+    return "L" + re.sub(r"\W", "_", name)
+
+
+def split(text: str) -> list[str]:
+    """Operands: what commas separate that are in no braces."""
+    return [one.strip() for one in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text) if one.strip()]
+
+
+def translate(text: str) -> str:
+    """The C++ of a module.
+
+    Raises:
+        UnknownPtx: something in it is not known here.
+    """
+    variables: dict[str, str] = {}
+    module: list[str] = []
+    ranges: list[str] = []
+    kernels: list[str] = []
+    table: list[str] = []
+    kernel: Kernel | None = None
+    most = 0
+    statement = ""
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = re.sub(r"//.*", "", raw).strip()
+        statement = f"{statement} {line}".strip() if statement else line
+        if kernel is None:
+            if found := re.match(r"(?:\.weak|\.visible)?\s*\.entry\s+(\w+)\s*\(", statement):
+                if ")" not in statement:
+                    continue
+                kernel, most = Kernel(found[1], variables, 0), 0
+                for n, (_, size, name, count) in enumerate(re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+(\w+)(?:\[(\d+)\])?", statement)):
+                    kernel.parameters.append(int(size) // 8 * int(count or 1))
+                    kernel.variables[name] = f"u64(t.launch->parameters[{n}])"
+                statement = ""
+            elif found := re.match(r"(?:\.visible|\.weak|\.extern)?\s*\.(global|const|shared)\s+\.align\s+(\d+)\s+\.(\w+)\s+(\w+)(\[(\d*)\])?\s*(?:=\s*(.+?))?;", statement):
+                space, align, kind, name, array, count, value = found.groups()
+                if space == "shared":
+                    variables[name] = "SHARED_END"
+                else:
+                    numbers = [literal(one, kind) for one in inside(value)] if value else []
+                    module.append(f"alignas({align}) static {NAMES[kind]} v_{name}[{count or 1}] = {{{', '.join(numbers)}}};")
+                    variables[name] = f"u64(v_{name})"
+                    ranges.append(f"{{u64(v_{name}), u64(v_{name}) + sizeof v_{name}}}")
+                statement = ""
+            elif statement.startswith((".version", ".target", ".address_size")) or not statement:
+                statement = ""
+            elif statement.endswith(";") or statement.startswith(".func"):
+                raise UnknownPtx(f"line {number}: {statement[:200]}")
+            continue
+        if found := re.match(r"\.maxntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?$", statement):
+            most, statement = int(found[1]) * int(found[2] or 1) * int(found[3] or 1), ""
+        elif statement.startswith((".minnctapersm", ".maxnreg", ".reqntid", ".pragma")) or statement in ("{", ""):
+            statement = ""
+        elif statement == "}":
+            total = kernel.shared
+            body = "\n".join(kernel.code).replace("SHARED_END", f"(u64(t.launch->shared) + {total + 15 & ~15})")
+            kernels.append(f"static void body_{kernel.symbol}(Thread& t) {{\n" + "\n".join(kernel.declared) + f"\n{body}\n}}")
+            sizes = ", ".join(map(str, kernel.parameters))
+            table.append(f'{{"{kernel.symbol}", body_{kernel.symbol}, {total + 15 & ~15}, {{{sizes}}}, {most}}}')
+            kernel, statement = None, ""
+        elif found := re.match(r"(\$?\w+):\s*", statement):
+            kernel.code.append(f"{label(found[1])}:;")
+            statement = statement[found.end() :]
+        if kernel is None or not statement.endswith(";"):
+            continue
+        kernel.line = number
+        for one in filter(None, (part.strip() for part in statement.split(";"))):
+            try:
+                kernel.code.append(instruction(kernel, one) + f"  // {one}")
+            except (UnknownPtx, KeyError, ValueError, AttributeError, StopIteration) as error:
+                raise UnknownPtx(f"{kernel.symbol}, line {number}: {one}: {type(error).__name__} {error}") from error
+        statement = ""
+    return "\n".join(['#include "device.h"', *module, *kernels, FOOT.replace("TABLE", ",\n".join(table)).replace("RANGES", ", ".join(ranges))])
+
+
+def instruction(kernel: Kernel, text: str) -> str:
+    """The statement of an instruction, or what declares registers and variables."""
+    if found := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
+        kind = "bool" if found[1] == "pred" else found[1] if found[1] in ("f32", "f64") else f"u{8 * size_of(found[1])}"
+        for one in found[2].split(","):
+            name, _, count = one.strip().lstrip("%").partition("<")
+            kernel.declared += [f"{kind} " + ", ".join(f"{name}{n}_{{}}" for n in range(int(count[:-1]))) + ";"] if count else [f"{kind} {name}_{{}};"]
+        return ""
+    if found := re.match(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]", text):
+        if found[1] == "local":
+            kernel.declared.append(f"alignas({found[2]}) u8 v_{found[3]}[{found[4]}];")
+            kernel.variables[found[3]] = f"u64(v_{found[3]})"
+        else:
+            at = -(-kernel.shared // int(found[2])) * int(found[2])
+            kernel.variables[found[3]] = f"(u64(t.launch->shared) + {at})"
+            kernel.shared = at + int(found[4])
+        return ""
+    if text.startswith(".pragma"):
+        return ""
+    condition = ""
+    if found := re.match(r"@(!?)%(\w+)\s+", text):
+        condition, text = f"if ({found[1]}{found[2]}_) ", text[found.end() :]
+    name, _, rest = text.partition(" ") if " " in text or "\t" not in text else text.partition("\t")
+    return condition + kernel.statement(name.strip(), split(rest.strip()))
+
+
+def literal(text: str, kind: str) -> str:
+    text = text.strip()
+    return f"literal<{NAMES[kind]}>(0x{text[2:]}ull)" if text[:2].lower() in ("0f", "0d") else f"{NAMES[kind]}({text}ll)"
+
+
+FOOT = """
+static const Kernel kernels[] = {TABLE};
+extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block, u64 shared_bytes, void** parameters, const Range* ranges,
+                       u64 count, char* error, size_t error_size) {
+  static const std::vector<Range> variables = {RANGES};
+  for (const Kernel& one : kernels)
+    if (!strcmp(one.symbol, symbol)) return run(one, source, *grid, *block, shared_bytes, parameters, ranges, count, variables, error, error_size) ? 0 : 1;
+  return -1;
+}
+"""
+
+
+def compile_library(source: Path, folder: Path) -> Path:
+    """The library of a PTX file; it is made if it is not there."""
+    text = source.read_text().rstrip("\0")
+    header, compiler = Path(__file__).with_name("device.h"), os.environ.get("CXX", "g++")
+    parts = [text, Path(__file__).read_text(), header.read_text(), subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = folder / f"{name}.so"
+    if not library.exists():
+        (folder / f"{name}.ptx").write_text(text)
+        (folder / f"{name}.cpp").write_text(translate(text))
+        flags = ["-std=c++17", "-O1", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-frounding-math", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared"]
+        made = folder / f"{name}.{os.getpid()}.so"
+        subprocess.run([compiler, *flags, "-I", str(header.parent), str(folder / f"{name}.cpp"), "-o", str(made)], check=True)
+        made.rename(library)
+    return library
+
+
+if __name__ == "__main__":
+    print(compile_library(Path(sys.argv[1]), Path(sys.argv[2])))
