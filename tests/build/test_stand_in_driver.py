@@ -7,19 +7,18 @@ GPU has, a call without a context), and writes down what it is asked for. To lib
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-from builds import child_environment
+import stand_in_driver
+from stand_in_driver import Answer
 
 from flexops import settings, toolchain
 from flexops.doctor.checks import machine as checks
@@ -32,67 +31,19 @@ from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
 from flexops.toolchain.model import HostCompiler, Version
 
-SOURCES = Path(__file__).resolve().parent / "stand_in"
-
-
-class Launch(NamedTuple):
-    symbol: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared: int
-    cluster: int
-    gpu: int
-    status: int
-
-
-class Answer(NamedTuple):
-    """What a program said, what the driver was asked for, and what went to standard error."""
-
-    said: dict[str, Any]
-    log: list[str]
-    errors: str
-
-    @property
-    def launches(self) -> list[Launch]:
-        pattern = r"launch (\S+) grid (\d+) (\d+) (\d+) block (\d+) (\d+) shared (\d+) cluster (\d+) gpu (\d+) status (\d+)"
-        found = (re.fullmatch(pattern, line) for line in self.log)
-        numbers = ((one[1], [int(part) for part in one.groups()[1:]]) for one in found if one)
-        return [Launch(symbol, (n[0], n[1], n[2]), n[3] * n[4], *n[5:]) for symbol, n in numbers]
-
-    @property
-    def loads(self) -> list[str]:
-        return [line.removeprefix("load ") for line in self.log if line.startswith("load ")]
-
-
 Run = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> Path:
     """The folder of the libraries."""
-    folder = tmp_path_factory.mktemp("stand-in")
-    for source, library in (("libcuda.c", "libcuda.so.1"), ("libtorch_cuda.c", "libtorch_cuda.so"), ("libnvidia-ml.c", "libnvidia-ml.so.1")):
-        command = [str(host_compiler.path), "-x", "c", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
-        subprocess.run(command, check=True)
-    return folder
+    return stand_in_driver.build(tmp_path_factory.mktemp("stand-in"), host_compiler)
 
 
 @pytest.fixture(scope="module")
 def run(stand_ins: Path) -> Run:
     """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine with such GPUs."""
-    folder, numbers = stand_ins, itertools.count()
-
-    def start(program: str, *, prefix: tuple[str, ...] = (), **environment: str) -> Answer:
-        log = folder / f"log{next(numbers)}"
-        log.write_text("")
-        known = {"LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(folder / "libtorch_cuda.so"), "STAND_IN_LOG": str(log)}
-        known |= {"FLEXOPS_CACHE_DIR": str(settings.current().cache_dir), **environment}
-        command = [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})]
-        done = subprocess.run(command, env=child_environment(**known), capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return Answer(json.loads(done.stdout.splitlines()[-1]), log.read_text().splitlines(), done.stderr)
-
-    return start
+    return functools.partial(stand_in_driver.run, stand_ins)
 
 
 # ---- what the driver answers -------------------------------------------------------------------------------------------------------------------

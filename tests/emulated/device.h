@@ -419,7 +419,7 @@ struct Launch {
   const char *symbol, *source;
   Body body;
   Dim grid, block;
-  void** parameters;
+  std::vector<void*> parameters;
   u8* shared;
   u64 shared_bytes;
   std::vector<u8> written;    // bytes of shared memory
@@ -710,23 +710,30 @@ struct Kernel {
   const char* symbol;
   Body body;
   u64 shared_bytes;  // static
-  std::vector<u64> parameter_sizes;
+  std::vector<std::pair<u32, u32>> parameters;  // size and alignment
   u32 most_threads;
 };
 
-/// Of one launch: nullptr, or what went wrong. `ranges`: memory of tensors; none: it is not known, and nothing is out of bounds.
-inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const Dim& block, u64 shared_bytes, void** parameters, const Range* ranges, u64 count,
-                const std::vector<Range>& variables, char* error, size_t error_size) {
+/// One launch; false: `error` says what went wrong. Its parameters are given one by one, or packed. `ranges`: memory of tensors; none: it is not known,
+/// and nothing is out of bounds.
+inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const Dim& block, u64 shared_bytes, void** given, u8* packed, const Range* ranges,
+                u64 count, const std::vector<Range>& variables, char* error, size_t error_size) {
   static u8* const window = (u8*)mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
   static thread_local std::vector<u8*> stacks;
   Launch l;
-  l.symbol = kernel.symbol, l.source = source, l.body = kernel.body, l.grid = grid, l.block = block, l.parameters = parameters;
+  l.symbol = kernel.symbol, l.source = source, l.body = kernel.body, l.grid = grid, l.block = block;
   l.shared = window, l.shared_bytes = kernel.shared_bytes + shared_bytes, l.error = error, l.error_size = error_size;
   l.written.resize(l.shared_bytes);
   l.ranges.assign(ranges, ranges + count);
   if (!count) l.ranges.push_back({4096, ~u64(0) >> 1});
   l.ranges.insert(l.ranges.end(), variables.begin(), variables.end());
-  for (size_t i = 0; i < kernel.parameter_sizes.size(); ++i) l.ranges.push_back({(u64)parameters[i], (u64)parameters[i] + kernel.parameter_sizes[i]});
+  u64 offset = 0;
+  for (const auto& [size, alignment] : kernel.parameters) {
+    offset = (offset + alignment - 1) / alignment * alignment;
+    l.parameters.push_back(given ? given[l.parameters.size()] : packed + offset);
+    l.ranges.push_back({(u64)l.parameters.back(), (u64)l.parameters.back() + size});
+    offset += size;
+  }
   std::sort(l.ranges.begin(), l.ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
   std::vector<Thread> threads(block.x * block.y * block.z);
   if (kernel.most_threads && threads.size() > kernel.most_threads) return snprintf(error, error_size, "%s: more threads than its launch bounds", kernel.symbol), false;

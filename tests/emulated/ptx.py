@@ -1,4 +1,4 @@
-"""Translates PTX, as NVRTC makes it, to C++ and compiles that: ``python ptx.py KERNEL.ptx FOLDER`` prints the path of the library.
+"""Translates PTX, as NVRTC makes it, to C++ and compiles that: ``python ptx.py FOLDER KERNEL.ptx`` prints the path of the library.
 
 Each instruction becomes one statement, each register a local variable, a label a label; device.h is what the statements call. A library is kept in
 FOLDER under a digest of all that it is made of. An instruction that is not known here is an error which names it.
@@ -24,8 +24,9 @@ FLAGS = {
 FLOAT = "rn rz rm rp ftz sat"
 # Of result and operands: T is the type, W the one of twice its size. What else may stand in the name.
 ARITHMETIC = {
-    **dict.fromkeys(("add", "sub"), ("TTT", FLOAT)), "mul": ("TTT", FLOAT + " lo"), "mul.hi": ("TTT", ""), "mul.wide": ("WTT", ""), "div": ("TTT", FLOAT + " approx full"),
-    "rem": ("TTT", ""), "fma": ("TTTT", FLOAT), "mad": ("TTTT", FLOAT + " lo"), "mad.hi": ("TTTT", ""), "mad.wide": ("WTTW", ""),
+    **dict.fromkeys(("add", "sub"), ("TTT", FLOAT)), "mul": ("TTT", FLOAT + " lo"), "mul.hi": ("TTT", ""), "mul.wide": ("WTT", ""),
+    "div": ("TTT", FLOAT + " approx full"), "rem": ("TTT", ""),
+    "fma": ("TTTT", FLOAT), "mad": ("TTTT", FLOAT + " lo"), "mad.hi": ("TTTT", ""), "mad.wide": ("WTTW", ""),
     **dict.fromkeys(("min", "max"), ("TTT", "ftz NaN")), **dict.fromkeys(("and", "or", "xor"), ("TTT", "")), "copysign": ("TTT", ""), "not": ("TT", ""),
     **dict.fromkeys(("neg", "abs"), ("TT", "ftz")), **dict.fromkeys(("sqrt", "rcp"), ("TT", "rn rz rm rp ftz approx")),
     **dict.fromkeys(("rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), ("TT", "approx ftz")), **dict.fromkeys(("shl", "shr"), ("TTu", "")),
@@ -33,14 +34,18 @@ ARITHMETIC = {
     "bfi": ("TTTuu", ""), "prmt": ("TTTT", ""), "lop3": ("TTTTu", ""), "selp": ("TTTp", ""),
 }  # fmt: skip
 SPACES = {"global": "GLOBAL", "shared": "SHARED", "local": "LOCAL", "param": "PARAM", "const": "GENERIC"}
-IGNORED = {"volatile", "relaxed", "acquire", "release", "weak", "gpu", "cta", "sys", "nc", "ca", "cg", "cs", "cv", "wb", "wt", "lu", "L1::no_allocate", "L2::cache_hint",
-           "L1::evict_last", "L1::evict_first", "L2::128B", "L2::256B", "L2::64B", "aligned"}  # fmt: skip
+IGNORED = {
+    "volatile", "relaxed", "acquire", "release", "weak", "gpu", "cta", "sys", "nc", "ca", "cg", "cs", "cv", "wb", "wt", "lu", "aligned", "L1::no_allocate",
+    "L1::evict_last", "L1::evict_first", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B",
+}  # fmt: skip
 NOTHING = ("prefetch", "prefetchu", "griddepcontrol", "nanosleep", "membar", "fence", "discard")  # no result
-SPECIAL = {"%laneid": "t.lane", "%warpid": "(t.number / 32)", "%nwarpid": "32", "%clock": "0", "%clock64": "0", "%smid": "0", "%nsmid": "1", "%gridid": "0",
-           "%cluster_ctarank": "0", "%cluster_nctarank": "1", "%lanemask_lt": "((1u << t.lane) - 1)", "%lanemask_eq": "(1u << t.lane)",
-           "%lanemask_le": "((2u << t.lane) - 1)", "%lanemask_gt": "~((2u << t.lane) - 1)", "%lanemask_ge": "~((1u << t.lane) - 1)"}  # fmt: skip
-for _axis in "xyz":
-    SPECIAL |= {f"%tid.{_axis}": f"t.at.{_axis}", f"%ntid.{_axis}": f"t.launch->block.{_axis}", f"%ctaid.{_axis}": f"t.block->at.{_axis}", f"%nctaid.{_axis}": f"t.launch->grid.{_axis}"}
+SPECIAL = {
+    "%laneid": "t.lane", "%warpid": "(t.number / 32)", "%lanemask_eq": "(1u << t.lane)", "%lanemask_lt": "((1u << t.lane) - 1)",
+    "%lanemask_le": "((2u << t.lane) - 1)", "%lanemask_gt": "~((2u << t.lane) - 1)", "%lanemask_ge": "~((1u << t.lane) - 1)",
+}  # fmt: skip
+_PLACES = {"tid": "t.at", "ntid": "t.launch->block", "ctaid": "t.block->at", "nctaid": "t.launch->grid"}
+SPECIAL |= {f"%{name}.{axis}": f"{place}.{axis}" for name, place in _PLACES.items() for axis in "xyz"}
+BOOLEAN = {"and": "&&", "or": "||", "xor": "!="}
 MMA = {"f16": "f16", "bf16": "bf16", "tf32": "f32", "s8": "s8", "u8": "u8"}
 
 
@@ -55,11 +60,13 @@ def size_of(kind: str) -> int:
 class Kernel:
     """The C++ of one .entry."""
 
-    def __init__(self, symbol: str, variables: dict[str, str], shared: int) -> None:
-        self.symbol, self.variables, self.shared = symbol, dict(variables), shared
+    def __init__(self, symbol: str, variables: dict[str, str]) -> None:
+        self.symbol, self.variables, self.shared = symbol, dict(variables), 0
         self.declared: list[str] = []
         self.code: list[str] = []
-        self.parameters: list[int] = []
+        self.parameters: list[str] = []  # size and alignment
+        self.scoped: set[str] = set()  # registers that inline code declares, in braces of its own
+        self.depth = 0
         self.line = 0
 
     # ---- operands ------------------------------------------------------------------------------------------------------------------------
@@ -71,7 +78,7 @@ class Kernel:
             return f"!{self.value(text[1:], kind)}"
         if text in SPECIAL:
             return f"static_cast<{kind}>({SPECIAL[text]})"
-        if text.startswith("%"):
+        if text.startswith("%") or text in self.scoped:
             return register(text) if kind == "bool" else f"as<{kind}>({register(text)})"
         if text in self.variables:
             return f"as<{kind}>({self.variables[text]})"
@@ -88,6 +95,42 @@ class Kernel:
         base, sign, offset = re.fullmatch(r"\[\s*([^\s+\]]+?)\s*(?:(\+)\s*(-?\d+))?\s*\]", text.strip()).groups()  # type: ignore[union-attr]
         at = self.variables.get(base) or f"u64({register(base)})"
         return f"({at} + {offset}ll)" if sign else at
+
+    def add(self, text: str) -> None:
+        """An instruction, or what declares registers and variables, maybe with braces before it."""
+        while text[:1] in ("{", "}"):
+            self.depth += 1 if text[0] == "{" else -1
+            self.code += [text[0]] if self.depth > 1 or text[0] == "}" else []
+            text = text[1:].strip()
+        if not text or text.startswith(".pragma"):
+            return
+        if found := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
+            self.add_registers(found[1], found[2].split(","))
+        elif found := re.match(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text):
+            self.add_variable(found[1], int(found[2]), found[3], int(found[4]))
+        else:
+            condition = re.match(r"@(!?)%?(\w+)\s+", text)
+            name, *rest = text[condition.end() if condition else 0 :].split(None, 1)
+            when = f"if ({condition[1]}{condition[2]}_) " if condition else ""
+            self.code.append(f"{when}{self.statement(name, split(rest[0] if rest else ''))}  // {text}")
+
+    def add_registers(self, type_: str, names: list[str]) -> None:
+        kind = "bool" if type_ == "pred" else type_ if type_ in ("f32", "f64") else f"u{8 * size_of(type_)}"
+        for one in names:
+            name, _, count = one.strip().lstrip("%").partition("<")
+            each = ", ".join(f"{name}{n}_{{}}" for n in range(int(count[:-1]))) if count else f"{name}_{{}}"
+            if self.depth > 1:
+                self.scoped.add(name)
+            (self.code if self.depth > 1 else self.declared).append(f"{kind} {each};")
+
+    def add_variable(self, space: str, align: int, name: str, size: int) -> None:
+        if space == "local":
+            self.declared.append(f"alignas({align}) u8 v_{name}[{size}];")
+            self.variables[name] = f"u64(v_{name})"
+        else:
+            at = -(-self.shared // align) * align
+            self.variables[name] = f"(u64(t.launch->shared) + {at})"
+            self.shared = at + size
 
     # ---- instructions ------------------------------------------------------------------------------------------------------------------
 
@@ -120,13 +163,14 @@ class Kernel:
         to, source = operands
         if to.startswith("{"):
             parts = inside(to)
-            width = 8 * size_of(kind) // len(parts)
-            whole = self.value(source, f"u{8 * size_of(kind)}")
-            return f"{{ auto whole = {whole}; " + " ".join(f"put({register(one)}, u{width}(whole >> {width * n}));" for n, one in enumerate(parts) if one != "_") + " }"
+            bits, width = 8 * size_of(kind), 8 * size_of(kind) // len(parts)
+            each = [f"put({register(one)}, u{width}(whole >> {width * n}));" for n, one in enumerate(parts) if one != "_"]
+            return f"{{ auto whole = {self.value(source, f'u{bits}')}; {' '.join(each)} }}"
         if source.startswith("{"):
             parts = inside(source)
-            width = 8 * size_of(kind) // len(parts)
-            return f"put({register(to)}, " + " | ".join(f"u{8 * size_of(kind)}({self.value(one, f'u{width}')}) << {width * n}" for n, one in enumerate(parts)) + ");"
+            bits, width = 8 * size_of(kind), 8 * size_of(kind) // len(parts)
+            each = [f"u{bits}({self.value(one, f'u{width}')}) << {width * n}" for n, one in enumerate(parts)]
+            return f"put({register(to)}, {' | '.join(each)});"
         return f"put({register(to)}, {self.value(source, NAMES[kind])});"
 
     def do_cvta(self, mods: list[str], operands: list[str]) -> str:
@@ -172,19 +216,19 @@ class Kernel:
             "dec": f"old == 0 || old > {values[0]} ? {values[0]} : old - 1",
         }.get(action) or f"{action}_<{type_}, 0>(old, {values[0]})"  # fmt: skip
         at = self.address(place)
-        known = f"touch(t, {at}, {size}, {space}, READ, {self.line}); u8* at = touch(t, {at}, {size}, {space}, WRITE, {self.line}); const auto old = load<{type_}>(at);"
-        return f"{{ {known} store(at, 0, {type_}({new})); {'' if to == '_' else f'put({register(to)}, old);'} }}"
+        read, write = (f"touch(t, {at}, {size}, {space}, {access}, {self.line});" for access in ("READ", "WRITE"))
+        keep = "" if to == "_" else f"put({register(to)}, old);"
+        return f"{{ {read} u8* at = {write} const auto old = load<{type_}>(at); store(at, 0, {type_}({new})); {keep} }}"
 
     def do_red(self, mods: list[str], operands: list[str]) -> str:
         return self.do_atom(mods, ["_", *operands])
 
     def do_setp(self, mods: list[str], operands: list[str]) -> str:
         comparison, *middle, kind = [one for one in mods if one != "ftz"]
-        names = {"num": "NUM", "nan": "NOTNUM"}
-        found = f"compared<{names.get(comparison, comparison.upper())}, {NAMES[kind]}>({self.value(operands[1], NAMES[kind])}, {self.value(operands[2], NAMES[kind])})"
-        parts = operands[0].split("|")
-        combine = {"and": "&&", "or": "||", "xor": "!="}[middle[0]] if middle else ""
-        each = [f"{register(one)} = {truth} {combine} {self.value(operands[3], 'bool') if combine else ''};" for one, truth in zip(parts, ("yes", "!yes"), strict=False) if one != "_"]
+        name, type_ = {"num": "NUM", "nan": "NOTNUM"}.get(comparison, comparison.upper()), NAMES[kind]
+        found = f"compared<{name}, {type_}>({self.value(operands[1], type_)}, {self.value(operands[2], type_)})"
+        combined = f" {BOOLEAN[middle[0]]} {self.value(operands[3], 'bool')}" if middle else ""
+        each = [f"{register(one)} = {truth}{combined};" for one, truth in zip(operands[0].split("|"), ("yes", "!yes"), strict=False) if one != "_"]
         return f"{{ const bool yes = {found}; {' '.join(each)} }}"
 
     def do_slct(self, mods: list[str], operands: list[str]) -> str:
@@ -198,25 +242,26 @@ class Kernel:
     def do_cvt(self, mods: list[str], operands: list[str]) -> str:
         *mods, to, source = mods
         flags = self.flags(mods, "rn rz rm rp rni rzi rmi rpi ftz sat satfinite relu")
-        type_ = f"{NAMES[to]}, {NAMES[source]}, {flags}"
-        return f"put({register(operands[0])}, cvt_{'pair_' if source.endswith('x2') else ''}<{type_}>({', '.join(self.value(one, NAMES[source]) for one in operands[1:])}));"
+        given = ", ".join(self.value(one, NAMES[source]) for one in operands[1:])
+        return f"put({register(operands[0])}, cvt_{'pair_' if source.endswith('x2') else ''}<{NAMES[to]}, {NAMES[source]}, {flags}>({given}));"
 
     def do_dp4a(self, mods: list[str], operands: list[str]) -> str:
         kinds = ", ".join({"u32": "u8", "s32": "s8"}[one] for one in mods)
-        return f"put({register(operands[0])}, dp4a_<{kinds}>({self.value(operands[1], 'u32')}, {self.value(operands[2], 'u32')}, {self.value(operands[3], 's32')}));"
+        given = ", ".join(self.value(one, kind) for one, kind in zip(operands[1:], ("u32", "u32", "s32"), strict=True))
+        return f"put({register(operands[0])}, dp4a_<{kinds}>({given}));"
 
-    def do_bra(self, mods: list[str], operands: list[str]) -> str:
+    def do_bra(self, _: list[str], operands: list[str]) -> str:
         return f"goto {label(operands[0])};"
 
-    def do_ret(self, mods: list[str], operands: list[str]) -> str:
+    def do_ret(self, _: list[str], __: list[str]) -> str:
         return "return;"
 
     do_exit = do_ret
 
-    def do_trap(self, mods: list[str], operands: list[str]) -> str:
+    def do_trap(self, _: list[str], __: list[str]) -> str:
         return f'fault(t, {self.line}, "a trap");'
 
-    def do_createpolicy(self, mods: list[str], operands: list[str]) -> str:
+    def do_createpolicy(self, _: list[str], operands: list[str]) -> str:
         return f"{register(operands[0])} = 0;"
 
     # ---- what threads do together ---------------------------------------------------------------------------------------------------
@@ -265,7 +310,8 @@ class Kernel:
         if not shape or mods[-1] != sum_ or left != right or sum_ not in ("f32", "s32") or left not in MMA:
             raise UnknownPtx("mma")
         d, a, b, c = (inside(one) for one in operands)
-        a_, b_, c_ = (f"{kind} {name}[] = {{{', '.join(self.value(one, kind) for one in part)}}};" for name, part, kind in (("a", a, "u32"), ("b", b, "u32"), ("c", c, sum_)))
+        named = (("a", a, "u32"), ("b", b, "u32"), ("c", c, sum_))
+        a_, b_, c_ = (f"{kind} {name}[] = {{{', '.join(self.value(one, kind) for one in part)}}};" for name, part, kind in named)
         call = f"mma<{MMA[left]}, {sum_}, {shape[1]}, {len(a)}, {len(b)}>(t, d, a, b, c, {self.line});"
         return f"{{ {a_} {b_} {c_} {sum_} d[4]; {call} {' '.join(f'put({register(one)}, d[{n}]);' for n, one in enumerate(d))} }}"
 
@@ -283,7 +329,7 @@ class Kernel:
 
 
 def register(name: str) -> str:
-    return f"{name.strip()[1:]}_"
+    return f"{name.strip().lstrip('%')}_"
 
 
 def inside(braces: str) -> list[str]:
@@ -299,97 +345,95 @@ def split(text: str) -> list[str]:
     return [one.strip() for one in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text) if one.strip()]
 
 
+_ENTRY = re.compile(r"(?:\.weak|\.visible)?\s*\.entry\s+(\w+)\s*\(")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+(\w+)(?:\[(\d+)\])?")
+_VARIABLE = re.compile(
+    r"(?:\.visible|\.weak|\.extern)?\s*\.(global|const|shared)\s+\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*(?:=\s*(.+?))?;"
+)
+_HEAD = (".version", ".target", ".address_size", ".minnctapersm", ".maxnreg", ".reqntid", ".pragma")
+
+
+class Module:
+    """The C++ of a PTX text, put together line by line."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self.code: list[str] = []
+        self.ranges: list[str] = []
+        self.kernels: list[str] = []
+        self.kernel: Kernel | None = None
+        self.most_threads = 0
+
+    def take(self, statement: str, number: int) -> str:
+        """What is left of a statement, to which the next line is added."""
+        if not statement or statement.startswith(_HEAD):
+            return ""
+        if self.kernel is None:
+            return self.outside(statement)
+        if found := re.match(r"\.maxntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?$", statement):
+            self.most_threads = int(found[1]) * int(found[2] or 1) * int(found[3] or 1)
+            return ""
+        if statement == "}" and self.kernel.depth == 1:
+            self.end()
+            return ""
+        if found := re.match(r"(\$?\w+):\s*", statement):
+            self.kernel.code.append(f"{label(found[1])}:;")
+            statement = statement[found.end() :]
+        if not statement.endswith((";", "}", "{")):
+            return statement
+        self.kernel.line = number
+        for one in filter(None, (part.strip() for part in statement.split(";"))):
+            self.kernel.add(one)
+        return ""
+
+    def outside(self, statement: str) -> str:
+        if found := _ENTRY.match(statement):
+            if ")" in statement:
+                self.kernel, self.most_threads = Kernel(found[1], self.variables), 0
+                for n, (align, size, name, count) in enumerate(_PARAMETER.findall(statement)):
+                    self.kernel.parameters.append(f"{{{int(size) // 8 * int(count or 1)}, {align or int(size) // 8}}}")
+                    self.kernel.variables[name] = f"u64(t.launch->parameters[{n}])"
+            return "" if ")" in statement else statement
+        if not statement.endswith(";"):
+            return statement
+        found = _VARIABLE.match(statement)
+        if not found:
+            raise UnknownPtx(statement[:200])
+        space, align, kind, name, count, value = found.groups()
+        if space == "shared":
+            self.variables[name] = "SHARED_END"
+        else:
+            numbers = ", ".join(literal(one, kind) for one in inside(value)) if value else ""
+            self.code.append(f"alignas({align}) static {NAMES[kind]} v_{name}[{count or 1}] = {{{numbers}}};")
+            self.variables[name] = f"u64(v_{name})"
+            self.ranges.append(f"{{u64(v_{name}), u64(v_{name}) + sizeof v_{name}}}")
+        return ""
+
+    def end(self) -> None:
+        kernel, self.kernel = self.kernel, None
+        assert kernel
+        shared = kernel.shared + 15 & ~15  # what is dynamic begins behind
+        body = "\n".join([*kernel.declared, *kernel.code]).replace("SHARED_END", f"(u64(t.launch->shared) + {shared})")
+        self.code.append(f"static void body_{kernel.symbol}(Thread& t) {{\n{body}\n}}")
+        self.kernels.append(f'{{"{kernel.symbol}", body_{kernel.symbol}, {shared}, {{{", ".join(kernel.parameters)}}}, {self.most_threads}}}')
+
+
 def translate(text: str) -> str:
     """The C++ of a module.
 
     Raises:
         UnknownPtx: something in it is not known here.
     """
-    variables: dict[str, str] = {}
-    module: list[str] = []
-    ranges: list[str] = []
-    kernels: list[str] = []
-    table: list[str] = []
-    kernel: Kernel | None = None
-    most = 0
-    statement = ""
+    module, statement = Module(), ""
     for number, raw in enumerate(text.split("\n"), 1):
         line = re.sub(r"//.*", "", raw).strip()
-        statement = f"{statement} {line}".strip() if statement else line
-        if kernel is None:
-            if found := re.match(r"(?:\.weak|\.visible)?\s*\.entry\s+(\w+)\s*\(", statement):
-                if ")" not in statement:
-                    continue
-                kernel, most = Kernel(found[1], variables, 0), 0
-                for n, (_, size, name, count) in enumerate(re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+(\w+)(?:\[(\d+)\])?", statement)):
-                    kernel.parameters.append(int(size) // 8 * int(count or 1))
-                    kernel.variables[name] = f"u64(t.launch->parameters[{n}])"
-                statement = ""
-            elif found := re.match(r"(?:\.visible|\.weak|\.extern)?\s*\.(global|const|shared)\s+\.align\s+(\d+)\s+\.(\w+)\s+(\w+)(\[(\d*)\])?\s*(?:=\s*(.+?))?;", statement):
-                space, align, kind, name, array, count, value = found.groups()
-                if space == "shared":
-                    variables[name] = "SHARED_END"
-                else:
-                    numbers = [literal(one, kind) for one in inside(value)] if value else []
-                    module.append(f"alignas({align}) static {NAMES[kind]} v_{name}[{count or 1}] = {{{', '.join(numbers)}}};")
-                    variables[name] = f"u64(v_{name})"
-                    ranges.append(f"{{u64(v_{name}), u64(v_{name}) + sizeof v_{name}}}")
-                statement = ""
-            elif statement.startswith((".version", ".target", ".address_size")) or not statement:
-                statement = ""
-            elif statement.endswith(";") or statement.startswith(".func"):
-                raise UnknownPtx(f"line {number}: {statement[:200]}")
-            continue
-        if found := re.match(r"\.maxntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?$", statement):
-            most, statement = int(found[1]) * int(found[2] or 1) * int(found[3] or 1), ""
-        elif statement.startswith((".minnctapersm", ".maxnreg", ".reqntid", ".pragma")) or statement in ("{", ""):
-            statement = ""
-        elif statement == "}":
-            total = kernel.shared
-            body = "\n".join(kernel.code).replace("SHARED_END", f"(u64(t.launch->shared) + {total + 15 & ~15})")
-            kernels.append(f"static void body_{kernel.symbol}(Thread& t) {{\n" + "\n".join(kernel.declared) + f"\n{body}\n}}")
-            sizes = ", ".join(map(str, kernel.parameters))
-            table.append(f'{{"{kernel.symbol}", body_{kernel.symbol}, {total + 15 & ~15}, {{{sizes}}}, {most}}}')
-            kernel, statement = None, ""
-        elif found := re.match(r"(\$?\w+):\s*", statement):
-            kernel.code.append(f"{label(found[1])}:;")
-            statement = statement[found.end() :]
-        if kernel is None or not statement.endswith(";"):
-            continue
-        kernel.line = number
-        for one in filter(None, (part.strip() for part in statement.split(";"))):
-            try:
-                kernel.code.append(instruction(kernel, one) + f"  // {one}")
-            except (UnknownPtx, KeyError, ValueError, AttributeError, StopIteration) as error:
-                raise UnknownPtx(f"{kernel.symbol}, line {number}: {one}: {type(error).__name__} {error}") from error
-        statement = ""
-    return "\n".join(['#include "device.h"', *module, *kernels, FOOT.replace("TABLE", ",\n".join(table)).replace("RANGES", ", ".join(ranges))])
-
-
-def instruction(kernel: Kernel, text: str) -> str:
-    """The statement of an instruction, or what declares registers and variables."""
-    if found := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
-        kind = "bool" if found[1] == "pred" else found[1] if found[1] in ("f32", "f64") else f"u{8 * size_of(found[1])}"
-        for one in found[2].split(","):
-            name, _, count = one.strip().lstrip("%").partition("<")
-            kernel.declared += [f"{kind} " + ", ".join(f"{name}{n}_{{}}" for n in range(int(count[:-1]))) + ";"] if count else [f"{kind} {name}_{{}};"]
-        return ""
-    if found := re.match(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]", text):
-        if found[1] == "local":
-            kernel.declared.append(f"alignas({found[2]}) u8 v_{found[3]}[{found[4]}];")
-            kernel.variables[found[3]] = f"u64(v_{found[3]})"
-        else:
-            at = -(-kernel.shared // int(found[2])) * int(found[2])
-            kernel.variables[found[3]] = f"(u64(t.launch->shared) + {at})"
-            kernel.shared = at + int(found[4])
-        return ""
-    if text.startswith(".pragma"):
-        return ""
-    condition = ""
-    if found := re.match(r"@(!?)%(\w+)\s+", text):
-        condition, text = f"if ({found[1]}{found[2]}_) ", text[found.end() :]
-    name, _, rest = text.partition(" ") if " " in text or "\t" not in text else text.partition("\t")
-    return condition + kernel.statement(name.strip(), split(rest.strip()))
+        try:
+            statement = module.take(f"{statement} {line}".strip(), number)
+        except (UnknownPtx, KeyError, ValueError, AttributeError, StopIteration) as error:
+            where = module.kernel.symbol if module.kernel else "the module"
+            raise UnknownPtx(f"{where}, line {number}: {line}: {type(error).__name__} {error}") from error
+    foot = FOOT.replace("TABLE", ",\n".join(module.kernels)).replace("RANGES", ", ".join(module.ranges))
+    return "\n".join(['#include "device.h"', *module.code, foot])
 
 
 def literal(text: str, kind: str) -> str:
@@ -399,11 +443,11 @@ def literal(text: str, kind: str) -> str:
 
 FOOT = """
 static const Kernel kernels[] = {TABLE};
-extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block, u64 shared_bytes, void** parameters, const Range* ranges,
-                       u64 count, char* error, size_t error_size) {
+extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block, u64 shared_bytes, void** given, u8* packed,
+                       const Range* ranges, u64 count, char* error, size_t error_size) {
   static const std::vector<Range> variables = {RANGES};
   for (const Kernel& one : kernels)
-    if (!strcmp(one.symbol, symbol)) return run(one, source, *grid, *block, shared_bytes, parameters, ranges, count, variables, error, error_size) ? 0 : 1;
+    if (!strcmp(one.symbol, symbol)) return run(one, source, *grid, *block, shared_bytes, given, packed, ranges, count, variables, error, error_size) ? 0 : 1;
   return -1;
 }
 """
@@ -427,4 +471,4 @@ def compile_library(source: Path, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(compile_library(Path(sys.argv[1]), Path(sys.argv[2])))
+    print(compile_library(Path(sys.argv[2]), Path(sys.argv[1])))

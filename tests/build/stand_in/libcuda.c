@@ -24,7 +24,7 @@ enum { WITHOUT_ASKING = 49152, OF_SYSTEM = 1024, GPUS = 8 };
 
 typedef struct { unsigned grid[3], block[3], shared; void* stream; struct { int id, padding; unsigned value[16]; }* attributes; unsigned count; } Config;
 typedef int (*Emulate)(const char* symbol, const char* source, const unsigned* grid, const unsigned* block, uint64_t shared, void** arguments,
-                       uint64_t (*memory)[2], uint64_t count, char* error, size_t error_size);
+                       void* packed, uint64_t (*memory)[2], uint64_t count, char* error, size_t error_size);
 typedef struct { char* code; int text, sm, accelerated; Emulate emulate; char source[512]; } Library;
 typedef struct {
   Library* library;
@@ -273,7 +273,7 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* co
   return wrong;
 }
 
-static int run(const Kernel* kernel, const Config* c, void** arguments) {
+static int run(const Kernel* kernel, const Config* c, void** arguments, void** extra) {
   static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
   size_t (*const memory_of)(uint64_t (*)[2], size_t) = (size_t (*)(uint64_t (*)[2], size_t))dlsym(RTLD_DEFAULT, "stand_in_memory");
   char error[2048] = "";
@@ -281,7 +281,8 @@ static int run(const Kernel* kernel, const Config* c, void** arguments) {
   uint64_t (*memory)[2] = malloc(most * sizeof *memory);
   const size_t count = memory_of ? memory_of(memory, most) : 0;
   pthread_mutex_lock(&one);
-  const int failed = kernel->library->emulate(kernel->symbol, kernel->library->source, c->grid, c->block, c->shared, arguments, memory, count, error, sizeof error);
+  const int failed = kernel->library->emulate(kernel->symbol, kernel->library->source, c->grid, c->block, c->shared, arguments, extra ? extra[1] : 0,
+                                              memory, count, error, sizeof error);
   pthread_mutex_unlock(&one);
   free(memory);
   if (failed) fprintf(stderr, "%s\n", error), say("fault %s\n", error, (unsigned[9]){0});
@@ -294,7 +295,7 @@ int cuLaunchKernelEx(const Config* c, void* handle, void** arguments, void** ext
   const int wrong = judge(kernel, c);
   const unsigned n[9] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1] * c->block[2], c->shared, cluster_of(c), (unsigned)context, (unsigned)wrong};
   say("launch %s grid %u %u %u block %u %u shared %u cluster %u gpu %u status %u\n", kernel->symbol, n);
-  return wrong || !kernel->library->emulate ? wrong : run(kernel, c, arguments);
+  return wrong || !kernel->library->emulate ? wrong : run(kernel, c, arguments, extra);
 }
 
 int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void* stream) {

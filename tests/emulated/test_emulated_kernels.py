@@ -1,0 +1,141 @@
+"""Kernels for CUDA, run where there is no GPU: the tests of operators (tests/ops), on NVRTC's code for compute_80, translated to C++ (ptx.py) and run by
+the stand-in driver, a thread of a block being a fiber (device.h).
+
+What is shown: that bindings, launchers and kernels together compute what reference and float64 do, on a GPU of capability 8.0; that no thread touches
+memory which is not the call's, at an address that is not aligned, or shared memory that nobody has written; that threads come to the same barriers.
+What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions that only newer GPUs have (Hopper's kernels); and races only in
+so far as they show when threads run one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma`` rounded once.
+
+Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's ``-k``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stand_in_driver
+from builds import REPOSITORY
+
+from flexops import settings
+from flexops.toolchain.model import HostCompiler
+
+HERE = Path(__file__).resolve().parent
+# By selection: tests whose results depend on kernels alone. Others ask for compilers of torch's own, for levels of the CPU's instructions, for a second device.
+RESULTS = "cpu and not (compile or opcheck or another_device or autocast or torch_func or large or isa)"
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> dict[str, str]:
+    """The environment of a process whose GPU, an A100, is emulated."""
+    folder = stand_in_driver.build(tmp_path_factory.mktemp("stand-in"), host_compiler)
+    made = settings.current().cache_dir / "emulated"
+    made.mkdir(exist_ok=True)
+    translator = shlex.join([sys.executable, "-S", "-E", str(HERE / "ptx.py"), str(made)])
+    return {"folder": str(folder), "STAND_IN_GPUS": "80", "STAND_IN_SMS": "108", "STAND_IN_TRANSLATOR": translator, "CXX": str(host_compiler.path)}
+
+
+def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
+    """How many of these tests passed; all others of the selection are skipped ones. What a kernel did wrong is in the output of the test that failed."""
+    folder = Path(machine["folder"])
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    known |= {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]), "FLEXOPS_TEST_CACHE": str(settings.current().cache_dir)}
+    environment = stand_in_driver.environment(folder, **known, **variables)
+    command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", *selection]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
+    log = Path(environment["STAND_IN_LOG"]).read_text()
+    assert "\nfault" not in log
+    assert "\nlaunch" in log, "a kernel ran"
+    found = re.search(r"(\d+) passed", done.stdout)
+    return int(found[1]) if found else 0
+
+
+# ---- what the emulated GPU notices ---------------------------------------------------------------------------------------------------------------
+
+FAULTS = r"""
+import ctypes, struct
+from flexops.compute_capability import ComputeCapability
+from flexops.kernels import launch as packed
+from flexops.op_builder import kernel_plan, layout
+import emulated_gpu
+from flexops.op_builder import provider
+SOURCE = '''
+__global__ void wrong(float* x, int n, int which) {
+  __shared__ volatile float row[64];
+  const int i = threadIdx.x;
+  float* volatile far = x + n;
+  if (which == 0) { row[i] = x[i]; __syncthreads(); x[i] = row[63 - i] + __shfl_xor_sync(~0u, x[i], 1); }
+  if (which == 1) far[i] = 1;
+  if (which == 2) *reinterpret_cast<volatile long long*>(far - 3) = 1;
+  if (which == 3) x[i] = row[i];
+  if (which == 4) row[i + n] = 1;
+  if (which == 5 && i < 40) asm volatile("bar.sync 1, 64;");
+  if (which == 6 && i % 32 < 16) x[i] = __shfl_sync(~0u, x[i], 0);
+  if (which == 7) {
+    asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.ca.shared.global [at], [%1], 4; }" :: "l"(&row[i]), "l"(x + i));
+    asm volatile("cp.async.commit_group;");
+    x[i] = row[i];
+  }
+}
+'''
+x = torch.arange(64.0)
+provider.driver().enter_context(0)
+def load(text):
+    return provider.load(kernel_plan.TextKernel("emulated", text, "wrong", layout.csrc_root()), ComputeCapability(8, 0))
+kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
+call = packed.driver_call()
+for which in range(8):
+    buffers = packed.Buffers(packed.layout("Qii"), (1, 1, 1)).all
+    struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
+    said[str(which)] = call(buffers[1], kernel, None, buffers[3])
+said["x"] = x.tolist() if said["0"] == 0 else None
+"""
+
+
+def test_what_the_emulated_gpu_notices(machine: dict[str, str]) -> None:
+    """Each branch of the kernel does one thing wrong; the first nothing."""
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    answer = stand_in_driver.run(Path(machine["folder"]), FAULTS, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    assert "error" not in answer.said, answer.said
+    assert [answer.said[str(which)] for which in range(8)] == [0, *[719] * 7]
+    faults = [line for line in answer.log if line.startswith("fault")]
+    for fault, text in zip(faults, (
+        "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory before, in block .0, 0, 0., thread .0, 0, 0., at .*st",
+        "8 bytes at 0x[0-9a-f]+ are misaligned",
+        "byte 0 of shared memory was never written",
+        "256 bytes from the start of shared memory, is outside of its 256",
+        "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
+        "waits for lanes of its warp",
+        "byte 0 of shared memory was never written",
+    ), strict=True):  # fmt: skip
+        assert re.search(text, fault), fault
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------------------------------------
+
+QUICK = {
+    ("norm", "lion"): "native_is_what and rms_norm-cpu-float32 or formula_in_float64",
+}
+FAMILIES = (
+    "activation", "adagrad", "adam", "adam8bit", "attention", "cross_entropy", "grad_norm", "lamb", "lion", "narrow_states", "norm", "quant", "quant_fp8",
+    "rope", "softmax",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("families", QUICK, ids="-".join)
+def test_some_results(machine: dict[str, str], families: tuple[str, ...]) -> None:
+    files = [f"tests/ops/test_{family}.py" for family in families]
+    assert emulated(machine, *files, "-k", f"cpu and ({QUICK[families]})") >= len(families)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["forward", "reversed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_result_of_a_family(machine: dict[str, str], family: str, order: str) -> None:
+    assert emulated(machine, f"tests/ops/test_{family}.py", "-k", RESULTS, STAND_IN_ORDER=order)
