@@ -12,8 +12,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,7 +233,7 @@ def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(run: Run, tmp_pa
     mixed = there[HELD.format("flexops::bf16"), "norm-sm_90"]
     shutil.copy(other, mixed.parent / "kernel.cubin")
     theirs, ours = (Manifest.from_json(path.read_text()) for path in (other.parent / "manifest.json", mixed))
-    mixed.write_text(replace(ours, size=theirs.size, crc32=theirs.crc32, sha256=theirs.sha256).to_json())
+    mixed.write_text(ours._replace(size=theirs.size, crc32=theirs.crc32, sha256=theirs.sha256).to_json())
     whole.write_bytes(whole.read_bytes()[:1000])
     shutil.rmtree(there[HELD.format("flexops::f16"), "norm-sm_90"].parents[1])
     answer = run(
