@@ -347,6 +347,34 @@ with OnGpu():
     assert all("_ring" not in one.symbol for one in answer.launches)
 
 
+def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(run: Run, tmp_path: Path) -> None:
+    """With its library there and none of its kernels: ``step`` computes, and the reason is told."""
+    optimizers = {"AdamW": "adam", "Adagrad": "adagrad", "Lion": "lion", "LAMB": "lamb", "AdamW8bit": "adam8bit"}
+    assert "error" not in run("".join(f"loader.ensure({family!r}, 'cuda')\n" for family in optimizers.values())).said
+    copy_of_cache(tmp_path / "cache", *(f"{family}-cuda" for family in optimizers.values()))
+    program = f"""
+from flexops import toolchain
+from flexops.compute_capability import ComputeCapability
+toolchain.local_capabilities = lambda: (ComputeCapability(9, 0),)  # as torch tells, once a tensor is on a GPU
+for name in {sorted(optimizers)}:
+    said[name] = []
+    for dtype in torch.float32, torch.float16:
+        param = torch.nn.Parameter(torch.ones(5000, dtype=dtype))
+        param.grad = torch.ones_like(param)
+        with OnGpu():
+            getattr(flexops.optim, name)([param], lr=0.5).step()
+        said[name].append(param[0].item())
+said["status"] = {{one.op: [one.backend, one.reason] for one in flexops.status() if one.device == "cuda" and one.backend != "unasked"}}
+"""
+    answer = run(program, FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="allow")
+    assert "error" not in answer.said, answer.said
+    status = answer.said.pop("status")
+    assert answer.launches == []
+    assert all(value < 1 for values in answer.said.values() for value in values)
+    assert {family: backend for family, (backend, _) in status.items()} == dict.fromkeys(optimizers.values(), "reference")
+    assert all("FLEXOPS_JIT=0" in reason for _, reason in status.values())
+
+
 # ---- which GPUs there are ------------------------------------------------------------------------------------------------------------------
 
 
