@@ -215,24 +215,25 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
 inline Tensor empty_like_contiguous(const Tensor& like, Dtype dtype) { return empty(like.sizes(), like.dim(), dtype, like); }
 
 /// "[2, 3]", for error messages.
-[[gnu::noinline, gnu::cold]] inline Text shape_text(const Tensor& tensor) {
+[[gnu::noinline, gnu::cold]] inline Text sizes_text(const int64_t* sizes, int64_t dim) {
   Text out{"["};
-  const int64_t* sizes = tensor.sizes();
-  for (int64_t d = 0, dim = tensor.dim(); d < dim; ++d) (out += d ? ", " : "") += sizes[d];
+  for (int64_t d = 0; d < dim; ++d) (out += d ? ", " : "") += sizes[d];
   return out += "]";
 }
+inline Text shape_text(const Tensor& tensor) { return sizes_text(tensor.sizes(), tensor.dim()); }
 
 /// Whether the tensor is on the device type that this binding is compiled for.
 inline bool on_this_device_type(const Tensor& tensor) { return FLEXOPS_DEVICE_CUDA ? tensor.is_cuda() : tensor.is_cpu(); }
 
 /// Throws if `tensor` is not on the very device of `other`, which is of that type.
-inline void check_device(const char* op, const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
+[[gnu::noinline]] inline void check_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                                           const Tensor& other) {
   FLEXOPS_CHECK(on_this_device_type(tensor) && tensor.device_index() == other.device_index(), op, ": ", name, " must be on the device of ",
                 other_name);
 }
 
 /// Of a tensor of floats; throws if its dtype is another. `argument` may begin with the op's name, which is then left out.
-inline ElementType element_type(const char* op, const char* argument, Dtype dtype) {
+[[gnu::noinline]] inline ElementType element_type(const char* op, const char* argument, Dtype dtype) {
   FLEXOPS_CHECK(dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16, op, *op ? ": " : "", argument,
                 " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
   return static_cast<ElementType>(dtype);  // the first three have the same values

@@ -131,14 +131,14 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
 }
 
 /// A contiguous one.
-inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
-  std::vector<int64_t> strides(dim);
-  int64_t stride = 1;
+[[gnu::noinline]] inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
+  FLEXOPS_CHECK(dim <= kMostDims, "flexops: a result would have more than ", kMostDims, " dimensions");
+  int64_t strides[kMostDims], stride = 1;
   for (int64_t d = dim - 1; d >= 0; --d) {
     strides[d] = stride;
     stride *= sizes[d] > 1 ? sizes[d] : 1;
   }
-  return empty_strided(sizes, strides.data(), dim, dtype, like);
+  return empty_strided(sizes, strides, dim, dtype, like);
 }
 
 /// destination[...] = source[...], with torch's conversions and any strides.
@@ -168,11 +168,11 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
 /// Makes the tensor's GPU the current device for the guard's lifetime.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& tensor) {
+  [[gnu::noinline]] explicit DeviceGuard(const Tensor& tensor) {
     FLEXOPS_TORCH(aoti_torch_create_device_guard(tensor.device_index(), &guard_));
     detail::guarded_gpu = tensor.device_index();
   }
-  ~DeviceGuard() { aoti_torch_delete_device_guard(guard_); }
+  [[gnu::noinline]] ~DeviceGuard() { aoti_torch_delete_device_guard(guard_); }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 

@@ -7,10 +7,30 @@
 
 namespace flexops {
 
-inline TensorView view_of(const Tensor& tensor) {
-  return {tensor.data(), tensor.dtype(), tensor.dim(), tensor.numel(), tensor.sizes(), tensor.strides()};
+[[gnu::noinline]] inline TensorView view_of(const Tensor& tensor) {
+  TensorView view{tensor.data(), tensor.dtype(), tensor.dim(), 1, tensor.sizes(), tensor.strides()};
+  for (int64_t d = 0; d < view.dim; ++d) view.numel *= view.sizes[d];
+  return view;
 }
 inline TensorView view_of(const std::optional<Tensor>& tensor) { return tensor ? view_of(*tensor) : TensorView{}; }
+
+inline Text shape_text(const TensorView& tensor) { return sizes_text(tensor.sizes, tensor.dim); }
+
+inline bool same_shape(const TensorView& a, const TensorView& b) {
+  bool same = a.dim == b.dim;
+  for (int64_t d = 0; same && d < a.dim; ++d) same = a.sizes[d] == b.sizes[d];
+  return same;
+}
+
+[[gnu::noinline]] inline void check_dtype(const char* op, const char* name, Dtype dtype, const char* other_name, Dtype other) {
+  FLEXOPS_CHECK(dtype == other, op, ": ", name, " must be ", dtype_name(other), ", as ", other_name, ", got ", dtype_name(dtype));
+}
+
+[[gnu::noinline]] inline void check_shape(const char* op, const char* name, const TensorView& tensor, const char* other_name,
+                                          const TensorView& other) {
+  FLEXOPS_CHECK(same_shape(tensor, other), op, ": ", name, " must have ", other_name, "'s shape ", shape_text(other), ", got ",
+                shape_text(tensor));
+}
 
 /// Views of a list's tensors.
 class ViewList {
@@ -24,6 +44,41 @@ class ViewList {
  private:
   std::vector<TensorView> views_;
 };
+
+/// Replaces a tensor by a contiguous copy, unless it lies as the launcher takes it: contiguous, or in even rows if `rows`. `aligned`: on a
+/// GPU its rows also lie at multiples of 16 bytes, or as far from them as those of a contiguous tensor that begins at one.
+[[gnu::noinline]] inline void take(Tensor& tensor, TensorView& view, bool rows = false, bool aligned = false) {
+  bool fits = view.is_contiguous() || (rows && view.has_even_rows());
+  if (FLEXOPS_DEVICE_CUDA && aligned && fits && view.numel > 0) {
+    const int64_t bytes = (view.row_stride() - view.columns()) * dtype_size(view.dtype);
+    fits = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && bytes % 16 == 0;
+  }
+  if (fits) return;
+  Tensor taken = empty(view.sizes, view.dim, view.dtype, tensor);
+  copy(taken, tensor);
+  tensor = std::move(taken);
+  view = view_of(tensor);
+}
+inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = false, bool aligned = false) {
+  if (tensor) take(*tensor, view, rows, aligned);
+}
+
+/// Makes the view one of the shape of `to`: what the tensor is broadcast along gets stride 0. Elements of the last dimension are
+/// neighbours, or one. `strides` is where the view's are kept.
+[[gnu::noinline]] inline void broadcast(const char* op, const char* name, Tensor& tensor, TensorView& view, const char* to_name,
+                                        const TensorView& to, int64_t* strides) {
+  const int64_t missing = to.dim - view.dim;
+  bool fits = missing >= 0;
+  for (int64_t d = 0; fits && d < view.dim; ++d) fits = view.sizes[d] == 1 || view.sizes[d] == to.sizes[missing + d];
+  FLEXOPS_CHECK(fits, op, ": ", name, " must be broadcastable to ", to_name, ", got shape ", shape_text(view), " for ", shape_text(to));
+  if (view.dim > 0 && view.size(-1) != 1 && view.stride(-1) > 1) take(tensor, view);
+  for (int64_t d = 0; d < to.dim; ++d) strides[d] = d < missing || view.sizes[d - missing] == 1 ? 0 : view.strides[d - missing];
+  view.dim = to.dim, view.sizes = to.sizes, view.strides = strides, view.numel = to.numel;
+}
+inline void broadcast(const char* op, const char* name, std::optional<Tensor>& tensor, TensorView& view, const char* to_name,
+                      const TensorView& to, int64_t* strides) {
+  if (tensor) broadcast(op, name, *tensor, view, to_name, to, strides);
+}
 
 /// What is written, as the launcher takes it: contiguous; finish() brings it back to where it belongs.
 struct Written {
@@ -43,50 +98,41 @@ const T* pointer_to(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
+/// A tensor's dimension, counted from the last one if it is negative.
+[[gnu::noinline]] inline int64_t size_of(const char* op, const char* name, const TensorView& tensor, int64_t d) {
+  const int64_t at = d < 0 ? d + tensor.dim : d, least = d < 0 ? -d : d + 1;
+  FLEXOPS_CHECK(at >= 0 && at < tensor.dim, op, ": ", name, " must have at least ",
+                least == 1 ? Text{"one dimension"} : Text{least, " dimensions, got shape ", shape_text(tensor)});
+  return tensor.sizes[at];
+}
+
 /// A shape that is put together from others'.
 class Shape {
  public:
   Shape(const char* op) : op_(op) {}
-  Shape& add(int64_t size) {
-    FLEXOPS_CHECK(dim_ < kMost, op_, ": a shape has more than ", kMost, " dimensions");
+  [[gnu::noinline]] Shape& add(int64_t size) {
+    FLEXOPS_CHECK(dim_ < kMostDims, op_, ": a shape has more than ", kMostDims, " dimensions");
     sizes_[dim_++] = size;
     return *this;
   }
-  Shape& add_all(int64_t size) { return add(size); }
-  Shape& add_all(const Tensor& tensor) { return add(tensor, 0, INT64_MAX); }
   /// Dimensions [from, to) of a tensor, each counted from the last one if it is negative.
-  Shape& add(const Tensor& tensor, int64_t from, int64_t to) {
-    const int64_t* sizes = tensor.sizes();
-    for (int64_t d = counted(tensor, from), end = counted(tensor, to); d < end; ++d) add(sizes[d]);
+  [[gnu::noinline]] Shape& add(const TensorView& tensor, int64_t from, int64_t to) {
+    for (int64_t d = counted(tensor, from), end = counted(tensor, to); d < end; ++d) add(tensor.sizes[d]);
     return *this;
   }
-  Shape& add(const char* name, const Tensor& tensor, int64_t d) {
-    const int64_t dim = tensor.dim(), at = d < 0 ? d + dim : d;
-    FLEXOPS_CHECK(at >= 0 && at < dim, op_, ": ", name, " must have at least ", d < 0 ? -d : d + 1, " dimensions, got shape ",
-                  shape_text(tensor));
-    return add(tensor.sizes()[at]);
-  }
-  bool is_of(const Tensor& tensor) const {
-    const int64_t* sizes = tensor.sizes();
-    bool same = tensor.dim() == dim_;
-    for (int64_t d = 0; same && d < dim_; ++d) same = sizes[d] == sizes_[d];
-    return same;
-  }
-  Text text() const {
-    Text out{"["};
-    for (int64_t d = 0; d < dim_; ++d) (out += d ? ", " : "") += sizes_[d];
-    return out += "]";
+  [[gnu::noinline]] void check(const char* name, const TensorView& tensor) const {
+    FLEXOPS_CHECK(same_shape(view(), tensor), op_, ": ", name, " must have shape ", shape_text(view()), ", got ", shape_text(tensor));
   }
   Tensor make(Dtype dtype, const Tensor& like) const { return empty(sizes_, dim_, dtype, like); }
 
  private:
-  static int64_t counted(const Tensor& tensor, int64_t d) {
-    const int64_t dim = tensor.dim(), at = d < 0 ? d + dim : d;
-    return at < 0 ? 0 : at < dim ? at : dim;
+  TensorView view() const { return {nullptr, Dtype::other, dim_, 0, sizes_, nullptr}; }
+  static int64_t counted(const TensorView& tensor, int64_t d) {
+    const int64_t at = d < 0 ? d + tensor.dim : d;
+    return at < 0 ? 0 : at < tensor.dim ? at : tensor.dim;
   }
-  static constexpr int64_t kMost = 16;
   const char* op_;
-  int64_t sizes_[kMost];
+  int64_t sizes_[kMostDims];
   int64_t dim_ = 0;
 };
 

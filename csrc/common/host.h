@@ -16,10 +16,15 @@
 
 namespace flexops {
 
+/// Of a tensor that the binding has found to be one of floats.
+inline ElementType element_type(const TensorView& tensor) { return static_cast<ElementType>(tensor.dtype); }
+
 /// Where a host function runs, beside its arguments.
 class Host {
  public:
   Host(const char* name, const Tensor& where) : op(name), where_(where) {}
+  [[gnu::noinline]] ~Host() {}
+  Host(const Host&) = delete;
 
   const char* const op;  // what errors begin with: FLEXOPS_CHECK(condition, host.op, ": argument must be ...")
 

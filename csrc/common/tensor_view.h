@@ -23,6 +23,8 @@ FLEXOPS_INLINE int64_t dtype_size(Dtype dtype) {
   return kSizes[static_cast<int>(dtype)];
 }
 
+constexpr int64_t kMostDims = 64;  // that a tensor of torch's has
+
 /// Borrowed for the call. Sizes and strides count elements; an optional tensor that is not given is false.
 struct TensorView {
   void* data = nullptr;
@@ -37,6 +39,38 @@ struct TensorView {
   /// Elements of a row, along the last dimension, and how many rows there are. A scalar is one row of one.
   FLEXOPS_INLINE int64_t columns() const { return dim > 0 ? sizes[dim - 1] : 1; }
   FLEXOPS_INLINE int64_t rows() const { return columns() > 0 ? numel / columns() : 0; }
+  /// Elements from one row to the next, where rows are evenly spaced (has_even_rows).
+  FLEXOPS_INLINE int64_t row_stride() const {
+    for (int64_t d = dim - 2; d >= 0; --d) {
+      if (sizes[d] != 1) return strides[d];
+    }
+    return columns();
+  }
+  /// The element at which row number `row` begins, whatever the strides.
+  FLEXOPS_INLINE int64_t row_start(int64_t row) const {
+    int64_t at = 0;
+    for (int64_t d = dim - 2; d >= 0; row /= sizes[d--]) at += row % sizes[d] * strides[d];
+    return at;
+  }
+  FLEXOPS_INLINE bool is_contiguous() const {
+    int64_t expected = 1;
+    for (int64_t d = dim - 1; d >= 0; --d) {
+      if (sizes[d] != 1 && strides[d] != expected) return numel == 0;
+      expected *= sizes[d];
+    }
+    return true;
+  }
+  /// Whether elements of a row are neighbours, and rows follow each other at one distance, of less than 2^32 elements.
+  FLEXOPS_INLINE bool has_even_rows() const {
+    if (columns() > 1 && strides[dim - 1] != 1) return false;
+    int64_t expected = -1;
+    for (int64_t d = dim - 2; d >= 0; --d) {
+      if (sizes[d] == 1) continue;
+      if (expected != -1 && strides[d] != expected) return false;
+      expected = strides[d] * sizes[d];
+    }
+    return row_stride() < (int64_t{1} << 32);
+  }
   template <typename T>
   FLEXOPS_INLINE T* as() const {
     return static_cast<T*>(data);

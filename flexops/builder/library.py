@@ -55,7 +55,7 @@ class Library:
         family: str,
         dtypes: Mapping[str, object] | None = None,
         shapes: Mapping[str, str] | None = None,
-        strided: Sequence[str] = (),
+        strided: Sequence[str] | Mapping[str, str] = (),
         outputs: Output | Sequence[Output] = (),
         split: str = "elements",
         rows: Rows | None = None,
@@ -70,7 +70,9 @@ class Library:
             dtypes: by tensor argument, the dtypes that it may have (one or several), or another argument, whose it must have. By default the first
                 tensor may be float32, float16 or bfloat16, and the others must have its dtype.
             shapes: by tensor argument, the shape that it must have, in the words of ``Output``: ``{"weight": "x[-1]"}``.
-            strided: tensor arguments that the launcher takes with any strides; the others it gets contiguous.
+            strided: tensor arguments that the launcher takes with any strides; the others it gets contiguous. Or, by argument, how it takes them, and else
+                gets a copy: ``"rows"`` (rows of neighbours at even distances: ``x.row_stride()``), ``"aligned"`` (contiguous, on a GPU at a multiple of 16
+                bytes), ``"aligned rows"``, ``"as x"`` (broadcast to x's shape, with stride 0), ``"any"``.
             outputs: how results are allocated, one ``Output`` for each; by default as the first tensor. The fake kernel says the same.
             split: what the CPU's launcher is called for on several threads: parts of the first result's ``elements`` or ``rows``, or the ``whole`` at once.
                 With ``host``, ``<name>_host`` in ``<family>_host.h`` is called in the launchers' place, and calls what it likes.
@@ -285,7 +287,17 @@ def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
     for name, called, tensor in found:
         shape = dict(signature.shapes).get(name)
         if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
-            raise ValueError(f"{label}: {called} must have shape {list(wanted)}, got {list(tensor.shape)}")
+            whose = f"{shape}'s " if isinstance(given.get(shape), Tensor) else ""
+            raise ValueError(f"{label}: {called} must have {whose}shape {list(wanted)}, got {list(tensor.shape)}")
+        layout = signature.layout(name)
+        if layout.startswith("as ") and not _fits(tensor.shape, given[layout[3:]].shape):
+            other = layout[3:]
+            raise ValueError(f"{label}: {called} must be broadcastable to {other}, got shape {list(tensor.shape)} for {list(given[other].shape)}")
+
+
+def _fits(shape: Sequence[int], other: Sequence[int]) -> bool:
+    missing = len(other) - len(shape)
+    return missing >= 0 and all(size == 1 or size == wanted for size, wanted in zip(shape, other[missing:], strict=True))
 
 
 def _fake(signature: Signature, *args: Any) -> Any:
@@ -294,8 +306,11 @@ def _fake(signature: Signature, *args: Any) -> Any:
     made = []
     for output in signature.outputs:
         like = given.get(output.dtype, output.dtype) if output.dtype else first
+        like = first if like is None else like
         dtype = like.dtype if isinstance(like, Tensor) else getattr(torch, like) if isinstance(like, str) else like
-        made.append(first.new_empty(_shape(signature.schema.name, output.shape or signature.first, given), dtype=dtype))
+        there = all(given[name] is not None and given[name] is not False for name in output.conditions)
+        shape = (output.shape or signature.first) if there else (output.otherwise or "0")
+        made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
     return None if not made else made[0] if len(made) == 1 else tuple(made)
 
 
@@ -307,14 +322,15 @@ def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ..
     if not part.name:
         return (part.number,)
     if part.many:
-        return (len(given[part.name]),)
+        return (len(given[part.name]) * part.times // part.over,)
     value = given[part.name]
     if not isinstance(value, Tensor):
-        return (value,)
+        return (value * part.times // part.over,)
     if not part.single:
         return tuple(value.shape[part.first : part.last])
     at = part.first or 0
     if not -value.dim() <= at < value.dim():
         least = -at if at < 0 else at + 1
-        raise ValueError(f"{label}: {part.name} must have at least {least} dimensions, got shape {list(value.shape)}")
-    return (value.shape[at],)
+        wanted = "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
+        raise ValueError(f"{label}: {part.name} must have at least {wanted}")
+    return (value.shape[at] * part.times // part.over,)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .schema import DTYPES, Argument, Dimensions, Schema, Signature, dimensions, in_words
+from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dimensions, in_words
+from .spec import Output
 
 ISA_LEVELS = {"avx512": "Isa::avx512", "avx2": "Isa::avx2"}
 
@@ -53,7 +54,8 @@ def binding(namespace: str, family: str, signatures: Sequence[Signature], isa_le
     for one in signatures:
         lines += ["", *_function(namespace, one, isa_levels)]
     lines += ["", "}  // namespace", f"}}  // namespace {namespace}", "", "namespace flexops {", "FLEXOPS_REGISTER(m) {"]
-    lines += [f'  FLEXOPS_IMPL(m, "{one.schema.name}", ::{namespace}::bound_{one.schema.name});' for one in signatures]
+    names = [(one.schema.name, f"{one.schema.name}{more}") for one in signatures for more in ("", *(("_plain",) if one.plain else ()))]
+    lines += [f'  FLEXOPS_IMPL(m, "{name}", ::{namespace}::bound_{function});' for function, name in names]
     return "\n".join([*lines, "}", "}  // namespace flexops", ""])
 
 
@@ -85,9 +87,11 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
     yield f"{result} bound_{schema.name}({', '.join(map(_taken, schema.arguments))}) {{"
     yield f'  constexpr const char* kOp = "{namespace}::{schema.name}";'
     yield from _table(signature)
+    for argument in _viewed(signature):
+        yield f"  TensorView {argument.name}_view = view_of({argument.name});"
     for argument in _single(signature):
-        if argument.type == "Tensor" and argument.name not in signature.numbers:
-            yield from _each(argument, list(_checks(signature, argument)))
+        if argument.type == "Tensor" and argument.name not in signature.numbers and (checks := list(_checks(signature, argument))):
+            yield from _each(argument, checks)
     for argument in schema.arguments:
         if argument.type == "ScalarType":
             yield f"  const Dtype {argument.name}_dtype = dtype_of_code({argument.name});"
@@ -96,12 +100,15 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
     yield "#endif"
     for name, shape in signature.shapes:
         yield from _shape_check(signature, name, shape)
-    yield from _contiguous(signature)
+    yield from _laid_out(signature)
     for name, output in zip(schema.results, signature.outputs, strict=True):
-        yield f"  Tensor {name} = {_shape(output.shape or first)}.make({_dtype(signature, output.dtype or first)}, {_place(signature)});"
+        made = _made(signature, output.shape or first, output)
+        if output.when:
+            made = f"{_condition(signature, output)} ? {made} : {_made(signature, output.otherwise or '0', output)}"
+        yield f"  Tensor {name} = {made};"
     yield from _call(namespace, signature, isa_levels)
     for name in signature.writes:
-        if name not in signature.strided:
+        if not signature.layout(name):
             yield f"  {name}_work.finish();"
     if signature.rows:
         yield "  table_.finish();"
@@ -115,6 +122,15 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
 def _single(signature: Signature) -> Iterator[Argument]:
     """The arguments that are no part of rows."""
     return (argument for argument in signature.schema.arguments if not signature.rows or argument.name not in signature.rows.every)
+
+
+def _viewed(signature: Signature) -> Iterator[Argument]:
+    """Those of them of which a ``TensorView`` is made first of all: the rest asks it, and torch no more."""
+    return (one for one in _single(signature) if one.type == "Tensor" and not one.many and one.name not in signature.numbers)
+
+
+def _view(signature: Signature, name: str) -> str:
+    return f"view_of({name})" if name in signature.numbers else f"{name}_view"
 
 
 def _place(signature: Signature) -> str:
@@ -151,15 +167,8 @@ def _bool(value: bool) -> str:
 
 
 def _each(argument: Argument, checks: list[str]) -> Iterator[str]:
-    """Checks of ``it_``, for each tensor that the argument brings."""
-    if argument.many:
-        yield f"  for (const Tensor& it_ : {argument.name}) {{"
-    elif argument.optional:
-        yield f"  if ({argument.name}) {{"
-        yield f"    const Tensor& it_ = *{argument.name};"
-    else:
-        yield "  {"
-        yield f"    const Tensor& it_ = {argument.name};"
+    """Checks for each tensor that the argument brings."""
+    yield f"  for (const Tensor& it_ : {argument.name}) {{" if argument.many else f"  if ({argument.name}) {{" if argument.optional else "  {"
     yield from (f"    {line}" for line in checks)
     yield "  }"
 
@@ -167,70 +176,100 @@ def _each(argument: Argument, checks: list[str]) -> Iterator[str]:
 def _checks(signature: Signature, argument: Argument) -> Iterator[str]:
     name = argument.name
     allowed = dict(signature.dtypes)[name]
-    yield f'check_device(kOp, "{name}", it_, "{_place(signature)}", {_place(signature)});'
-    if allowed[0] in DTYPES:
-        yield "const Dtype type_ = it_.dtype();"
+    item, found = ("it_", "it_.dtype()") if argument.many else (f"*{name}" if argument.optional else name, f"{name}_view.dtype")
+    if name != _place(signature):
+        yield f'check_device(kOp, "{name}", {item}, "{_place(signature)}", {_place(signature)});'
+    elif sum(one.type == "Tensor" for one in signature.schema.arguments) > 1:
+        yield f'FLEXOPS_CHECK(on_this_device_type({item}), kOp, ": {name} must be on the device of the other tensors");'
+    if allowed == FLOATS:
+        yield f'element_type(kOp, "{name}", {found});'
+    elif allowed[0] in DTYPES:
+        yield f"const Dtype type_ = {found};"
         test = " || ".join(f"type_ == Dtype::{DTYPES[one]}" for one in allowed)
         yield f'FLEXOPS_CHECK({test}, kOp, ": {name} must be {in_words(allowed)}, got ", dtype_name(type_));'
     elif allowed != (name,):
-        other = f"{allowed[0]}.dtype()"
-        yield f'FLEXOPS_CHECK(it_.dtype() == {other}, kOp, ": {name} must be ", dtype_name({other}), ", as {allowed[0]}, got ", dtype_name(it_.dtype()));'
+        yield f'check_dtype(kOp, "{name}", {found}, "{allowed[0]}", {_dtype(signature, allowed[0])});'
 
 
-def _shape(text: str) -> str:
-    return "Shape(kOp)" + "".join(_added(part) for part in dimensions(text))
+def _shape(signature: Signature, text: str) -> str:
+    return "Shape(kOp)" + "".join(_added(signature, part) for part in dimensions(text))
 
 
-def _added(part: Dimensions) -> str:
+def _added(signature: Signature, part: Dimensions) -> str:
+    factor = f" * {part.times}" if part.times != 1 else f" / {part.over}" if part.over != 1 else ""
     if part.many:
-        return f".add_all(static_cast<int64_t>({part.name}.size()))"
+        return f".add(static_cast<int64_t>({part.name}.size()){factor})"
     if not part.name:
         return f".add({part.number})"
+    argument = signature.schema.find(part.name)
+    if argument is None or argument.type != "Tensor":
+        return f".add({part.name}{factor})"
+    view = _view(signature, part.name)
     if part.single:
-        return f'.add("{part.name}", {part.name}, {part.first})'
-    if part.first is None:
-        return f".add_all({part.name})"
-    return f".add({part.name}, {part.first}, {'INT64_MAX' if part.last is None else part.last})"
+        return f'.add(size_of(kOp, "{part.name}", {view}, {part.first}){factor})'
+    return f".add({view}, {part.first or 0}, {'INT64_MAX' if part.last is None else part.last})"
+
+
+def _whole(signature: Signature, shape: str) -> str:
+    """The tensor whose shape this is, as it is."""
+    argument = signature.schema.find(shape)
+    return shape if argument and argument.type == "Tensor" else ""
 
 
 def _shape_check(signature: Signature, name: str, shape: str) -> Iterator[str]:
-    argument = signature.schema.find(name)
+    argument, other = signature.schema.find(name), _whole(signature, shape)
     assert argument is not None
-    yield from _each(
-        argument,
-        [
-            f"const Shape wanted_ = {_shape(shape)};",
-            f'FLEXOPS_CHECK(wanted_.is_of(it_), kOp, ": {name} must have shape ", wanted_.text(), ", got ", shape_text(it_));',
-        ],
-    )
+    found = "view_of(it_)" if argument.many else _view(signature, name)
+    if other:
+        yield from _each(argument, [f'check_shape(kOp, "{name}", {found}, "{other}", {_view(signature, other)});'])
+    else:
+        yield from _each(argument, [f'{_shape(signature, shape)}.check("{name}", {found});'])
 
 
-def _contiguous(signature: Signature) -> Iterator[str]:
+def _laid_out(signature: Signature) -> Iterator[str]:
+    """Copies of what lies otherwise than the launcher takes it."""
     for argument in _single(signature):
-        name = argument.name
-        if argument.type != "Tensor" or name in signature.strided or name in signature.numbers:
+        name, layout = argument.name, signature.layout(argument.name)
+        if argument.type != "Tensor" or layout == "any" or name in signature.numbers:
             continue
         if argument.written:
             yield f'  Written {name}_work(kOp, "{name}", {name});'
+            yield f"  {name}_view = view_of({name}_work.tensor);"
         elif argument.many:
             yield f"  for (Tensor& it_ : {name}) it_ = contiguous(it_);"
+        elif layout.startswith("as "):
+            to = layout.removeprefix("as ")
+            yield f"  int64_t {name}_strides[kMostDims];"
+            yield f'  broadcast(kOp, "{name}", {name}, {name}_view, "{to}", {_view(signature, to)}, {name}_strides);'
         else:
-            yield f"  if ({name}) {name} = contiguous(*{name});" if argument.optional else f"  {name} = contiguous({name});"
+            yield f"  take({name}, {name}_view{', ' + _bool('rows' in layout) + ', ' + _bool('aligned' in layout) if layout else ''});"
+
+
+def _made(signature: Signature, shape: str, output: Output) -> str:
+    """A result."""
+    dtype, place, like = _dtype(signature, output.dtype or signature.first), _place(signature), _whole(signature, shape)
+    if like and like not in signature.numbers:
+        return f"empty({like}_view.sizes, {like}_view.dim, {dtype}, {place})"
+    return f"{_shape(signature, shape)}.make({dtype}, {place})"
+
+
+def _condition(signature: Signature, output: Output) -> str:
+    arguments = (signature.schema.find(name) for name in output.conditions)
+    return " && ".join(f"{one.name}.has_value()" if one.optional else one.name for one in arguments if one)
 
 
 def _dtype(signature: Signature, name: str) -> str:
     argument = signature.schema.find(name)
     if argument is None:
         return f"Dtype::{DTYPES[name]}"
-    return f"{name}_dtype" if argument.type == "ScalarType" else f"{name}.dtype()"
+    if argument.type == "ScalarType":
+        return f"{name}_dtype"
+    view = f"{_view(signature, name)}.dtype"
+    return f"({name} ? {view} : {_dtype(signature, signature.first)})" if argument.optional else view
 
 
-def _passed(signature: Signature, argument: Argument) -> str:
+def _passed(argument: Argument) -> str:
     name = argument.name
-    if argument.many:
-        return f"ViewList({name}_work)" if argument.written and name not in signature.strided else f"ViewList({name})"
-    if argument.type == "Tensor":
-        return f"view_of({name}_work.tensor)" if argument.written and name not in signature.strided else f"view_of({name})"
     if argument.type == "ScalarType":
         return f"{name}_dtype"
     return f"pointer_to({name})" if argument.optional else name
@@ -248,17 +287,18 @@ def _call(namespace: str, signature: Signature, isa_levels: Sequence[str]) -> It
             yield f'  const float* {name}_number = {owner}"{name}", {name});'
             passed.append(f"{name}_number")
         elif argument.type == "Tensor":
-            kind = "ViewList" if argument.many else "TensorView"
-            yield f"  const {kind} {name}_view = {_passed(signature, argument)};"
+            if argument.many:
+                yield f"  const ViewList {name}_view({name});"
             passed.append(f"{name}_view")
         else:
-            passed.append(_passed(signature, argument))
-    for name in schema.results:
-        yield f"  const TensorView {name}_view = view_of({name});"
+            passed.append(_passed(argument))
+    for name, output in zip(schema.results, signature.outputs, strict=True):
+        there = f"{_condition(signature, output)} ? view_of({name}) : TensorView{{}}" if output.when and not output.otherwise else f"view_of({name})"
+        yield f"  const TensorView {name}_view = {there};"
         passed.append(f"{name}_view")
     views = [f"{name}_view" for name in (schema.results or [one for one in signature.writes if not _is_list(schema, one)])]
     made = [f"{view}.numel > 0" for view in views]
-    yield f"  if ({' || '.join(made)}) {{" if made else "  {"
+    yield f"  if ({' || '.join(made)}) {{" if made and signature.split != "host" else "  {"  # a host function may have checks of its own
     if signature.split == "host":
         yield f"    Host host_(kOp, {_place(signature)});"
         yield f"    ::{namespace}::{schema.name}_host({', '.join(['host_', *before, *passed])});"

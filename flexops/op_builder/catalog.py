@@ -13,7 +13,7 @@ _LISTS = (7, 0)
 """Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older GPUs have 4."""
 
 CATALOG: tuple[OpSpec, ...] = (
-    OpSpec("activation"),
+    OpSpec("activation", declared=declared.ACTIVATIONS),
     OpSpec("adagrad", least_capability=_LISTS, declared=(declared.ADAGRAD,)),
     OpSpec("adam", least_capability=_LISTS, declared=(declared.ADAM, declared.ADAM_COPY)),
     OpSpec("adam8bit", least_capability=_LISTS, declared=(declared.ADAM8BIT,)),

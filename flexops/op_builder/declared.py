@@ -8,6 +8,43 @@ from __future__ import annotations
 
 from .spec import Declared, Output, Rows
 
+_FLOATS = ("float32", "float16", "bfloat16")
+_BIASED = {"shapes": {"bias": "x[-1]"}, "dtypes": {"bias": _FLOATS}, "strided": {"x": "rows", "bias": "aligned"}, "split": "host", "plain": True}
+_BIASED_BACKWARD = {
+    "dtypes": {"x": _FLOATS, "grad": "x", "bias": _FLOATS},
+    "shapes": {"grad": "x", "bias": "x[-1]"},
+    "strided": {"x": "rows", "grad": "rows", "bias": "aligned"},
+    "outputs": (Output("x", "x"), Output("x[-1]", "bias", when="bias_gradient")),
+    "split": "host",
+}
+_GATED = {
+    "shapes": {"up": "gate"},
+    "strided": {"gate": "rows", "up": "rows"},
+    "outputs": (Output("gate", when="up", otherwise="gate[:-1], gate[-1] // 2"),),
+    "split": "host",
+    "plain": True,
+}
+_GATED_BACKWARD = {
+    "dtypes": {"gate": _FLOATS, "grad": "gate", "up": "gate"},
+    "shapes": {"up": "gate"},
+    "strided": {"grad": "rows", "gate": "rows", "up": "rows"},
+    "outputs": (Output("gate"), Output("gate", when="up")),
+    "split": "host",
+}
+BIAS_GELU = Declared("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", _BIASED)
+BIAS_SILU = Declared("bias_silu(Tensor x, Tensor? bias) -> Tensor", _BIASED)
+BIAS_GELU_BACKWARD = Declared("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient) -> (Tensor, Tensor)", _BIASED_BACKWARD)
+BIAS_SILU_BACKWARD = Declared("bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) -> (Tensor, Tensor)", _BIASED_BACKWARD)
+SWIGLU = Declared("swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor", _GATED)
+GEGLU = Declared("geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor", _GATED)
+SWIGLU_BACKWARD = Declared("swiglu_backward(Tensor grad, Tensor gate, Tensor? up, bool interleaved) -> (Tensor, Tensor)", _GATED_BACKWARD)
+GEGLU_BACKWARD = Declared("geglu_backward(Tensor grad, Tensor gate, Tensor? up, bool tanh, bool interleaved) -> (Tensor, Tensor)", _GATED_BACKWARD)
+GATED_BACKWARD = Declared(
+    "gated_backward_(Tensor(a!) grad, Tensor gate, Tensor up, int activation, bool again) -> (Tensor, Tensor)",
+    _GATED_BACKWARD | {"strided": {"grad": "any", "gate": "rows", "up": "rows"}, "outputs": (Output("gate"), Output("gate", when="again"))},
+)
+ACTIVATIONS = (BIAS_GELU, BIAS_GELU_BACKWARD, BIAS_SILU, BIAS_SILU_BACKWARD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_BACKWARD, GATED_BACKWARD)
+
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
 _SCALED = (("grads", "grad_scale"),)
 """Gradients are divided by a scale where they lie, if there is one."""

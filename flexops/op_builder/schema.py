@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,15 +27,18 @@ RESERVED = frozenset(
     try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
 _BINDINGS = frozenset(
-    """begin check_device check_launch check_number contiguous cpu_isa current_stream dtype_name dtype_of_code end flexops guard_ Host host host_
-    it_ kernel_ kOp parallel_for pointer_to shape_text std stream table_ TensorTable type_ view_of wanted_""".split()  # noqa: SIM905
+    """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous cpu_isa current_stream dtype_name dtype_of_code element_type
+    empty end flexops guard_ Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape size_of std stream table_ take TensorTable type_
+    view_of""".split()  # noqa: SIM905
 )
-"""What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work`` and ``_dtype``."""
+"""What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work``, ``_strides`` and ``_dtype``."""
 
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
 _ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
 _RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
-_DIMENSIONS = re.compile(r"([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\)")
+_DIMENSIONS = re.compile(r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?")
+LAYOUTS = ("any", "rows", "aligned", "aligned rows")
+"""How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast to x."""
 MOST_ARRAYS = 6
 """Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
@@ -83,7 +86,7 @@ def parse(text: str) -> Schema:
     every = [argument.name for argument in arguments] + names
     if reserved := sorted(RESERVED.intersection(every)):
         raise _unread(text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written")
-    if used := sorted(_BINDINGS.union(f"{name}_{what}" for name in every for what in ("view", "work", "dtype")).intersection(every)):
+    if used := sorted(_BINDINGS.union(f"{name}_{what}" for name in every for what in ("view", "work", "strides", "dtype")).intersection(every)):
         raise _unread(text, f"{', '.join(used)} is what the binding calls something else")
     if repeated := sorted({name for name in every if every.count(name) > 1}):
         raise _unread(text, f"{', '.join(repeated)} stands there twice")
@@ -113,7 +116,7 @@ def _unread(schema: str, found: str) -> FlexopsError:
 
 class Dimensions(NamedTuple):
     """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, how many tensors it holds (``many``), or a
-    number (no ``name``)."""
+    number (no ``name``); ``times`` a number, and divided by one (``over``)."""
 
     name: str = ""
     first: int | None = None
@@ -121,6 +124,8 @@ class Dimensions(NamedTuple):
     single: bool = False
     number: int = 0
     many: bool = False
+    times: int = 1
+    over: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,22 +136,24 @@ class Signature:
         schema: its schema.
         dtypes: for tensor arguments, which dtypes they may have, or (one item, an argument's name) whose they must have.
         shapes: for tensor arguments, which shape they must have, in ``Output``'s words.
-        strided: tensor arguments that the launcher takes with any strides; the others are made contiguous first.
+        strided: tensor arguments that the launcher takes otherwise than contiguous, and how: one of ``LAYOUTS``, or ``as x``.
         outputs: one for each result.
         split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first result (or of what is written), or the ``whole``; ``host``: a
             function of the family's own is called instead of launchers.
         rows: the lists that the launcher gets as rows.
         numbers: tensor arguments of one float32 element, whose address the launcher gets.
+        plain: whether it is registered as ``<name>_plain``, too (``ops/_register.py``).
     """
 
     schema: Schema
     dtypes: tuple[tuple[str, tuple[str, ...]], ...]
     shapes: tuple[tuple[str, str], ...]
-    strided: tuple[str, ...]
+    strided: tuple[tuple[str, str], ...]
     outputs: tuple[Output, ...]
     split: str
     rows: Rows | None = None
     numbers: tuple[str, ...] = ()
+    plain: bool = False
 
     @property
     def first(self) -> str:
@@ -159,17 +166,22 @@ class Signature:
     def writes(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.schema.arguments if argument.written)
 
+    def layout(self, name: str) -> str:
+        """How the launcher takes a tensor: "" for contiguous, or one of ``LAYOUTS``, or ``as`` with another tensor's name."""
+        return dict(self.strided).get(name, "")
+
 
 def declare(
     schema: str,
     *,
     dtypes: Mapping[str, object] | None = None,
     shapes: Mapping[str, str] | None = None,
-    strided: Sequence[str] = (),
+    strided: Sequence[str] | Mapping[str, str] = (),
     outputs: Sequence[Output] = (),
     split: str = "elements",
     rows: Rows | None = None,
     numbers: Sequence[str] = (),
+    plain: bool = False,
 ) -> Signature:
     """A signature, complete and checked.
 
@@ -190,8 +202,9 @@ def declare(
     if outputs and len(outputs) != len(read.results):
         raise FlexopsError(f"{read.name} declares {len(outputs)} outputs", required=f"one for each of its {len(read.results)} results", fix="correct outputs=")
     made = tuple(outputs) or (Output(),) * len(read.results)
-    lists = tuple(argument.name for argument in read.arguments if argument.many and argument.written)  # nothing is copied in their stead
-    signature = Signature(read, every, tuple((shapes or {}).items()), (*strided, *lists), made, split, rows, tuple(numbers))
+    lists = {argument.name: "any" for argument in read.arguments if argument.many and argument.written}  # nothing is copied in their stead
+    layouts = dict(strided) if isinstance(strided, Mapping) else dict.fromkeys(strided, "any")
+    signature = Signature(read, every, tuple((shapes or {}).items()), tuple((layouts | lists).items()), made, split, rows, tuple(numbers), plain)
     _check(signature, asked)
     return signature
 
@@ -208,19 +221,20 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
         match = _DIMENSIONS.fullmatch(item)
         if match is None:
             raise ValueError(item)
-        name, begin, colon, end, number, counted = match.groups()
+        name, begin, colon, end, number, counted, sign, factor = match.groups()
         if counted:
-            parts.append(Dimensions(counted, many=True))
+            part = Dimensions(counted, many=True)
         elif number:
-            parts.append(Dimensions(number=int(number)))
+            part = Dimensions(number=int(number))
         elif colon:
-            parts.append(Dimensions(name, int(begin or 0), None if end is None else int(end)))
+            part = Dimensions(name, int(begin or 0), None if end is None else int(end))
         elif begin:
-            parts.append(Dimensions(name, int(begin), single=True))
-        elif "[" in item:
-            raise ValueError(item)
+            part = Dimensions(name, int(begin), single=True)
         else:
-            parts.append(Dimensions(name))
+            part = Dimensions(name)
+        if (not begin and not colon and "[" in item) or (sign and colon):
+            raise ValueError(item)
+        parts.append(part._replace(times=int(factor)) if sign == "*" else part._replace(over=int(factor)) if sign else part)
     return tuple(parts)
 
 
@@ -265,8 +279,9 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
     schema = signature.schema
     refuse = functools.partial(_refused, schema)
     tensors = [argument.name for argument in schema.arguments if argument.type == "Tensor"]
-    always = [argument.name for argument in schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many]
-    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", signature.strided), ("numbers", signature.numbers)):
+    single = [argument.name for argument in schema.arguments if argument.type == "Tensor" and not argument.many]
+    always = [name for name in single if not (found := schema.find(name)) or not found.optional]
+    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", dict(signature.strided)), ("numbers", signature.numbers)):
         for name in names:
             if name not in tensors:
                 raise refuse(what, name, f"a tensor argument: {', '.join(tensors)}")
@@ -282,9 +297,11 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
     for output in signature.outputs:
         if signature.rows and not (output.shape and output.dtype):
             raise refuse("outputs", "a result as the first tensor", 'shape and dtype, such as Output("len(params)", "float32"): there are rows of tensors')
-        if output.dtype and output.dtype not in (*DTYPES, *always) and scalars.get(output.dtype) != "ScalarType":
-            raise refuse("outputs", output.dtype, f"a dtype; or an argument that has one: {', '.join(always)}")
-    for shape in (*dict(signature.shapes).values(), *(output.shape for output in signature.outputs)):
+        if output.dtype and output.dtype not in (*DTYPES, *single) and scalars.get(output.dtype) != "ScalarType":
+            raise refuse("outputs", output.dtype, f"a dtype; or an argument that has one: {', '.join(single)}")
+    _check_results(signature, refuse)
+    _check_layouts(signature, refuse, always)
+    for shape in (*dict(signature.shapes).values(), *(shape for output in signature.outputs for shape in (output.shape, output.otherwise))):
         try:
             parts = dimensions(shape)
         except ValueError as error:
@@ -293,9 +310,35 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
             plain = part.first is None and scalars.get(part.name) == "int"
             if part.many and (found := schema.find(part.name)) and found.many:
                 continue
+            if (part.times, part.over) != (1, 1) and not part.single and not plain:
+                raise refuse("outputs or shapes", shape, "one dimension, or an int, where it is multiplied or divided")
             if part.name and not plain and part.name not in always:
                 raise refuse("outputs or shapes", part.name, f"an int, or a tensor that is always there: {', '.join(always)}")
     if signature.split not in SPLITS:
         raise refuse("split", signature.split, " or ".join(SPLITS))
     if signature.rows and signature.split == "rows":
         raise refuse("split", signature.split, "elements (of each row), whole or host, since rows= is given")
+
+
+def _check_results(signature: Signature, refuse: Callable[[str, str, str], FlexopsError]) -> None:
+    """Of results that are there only sometimes: what they depend on."""
+    conditions = [argument.name for argument in signature.schema.arguments if argument.optional or argument.type == "bool"]
+    for number, output in enumerate(signature.outputs):
+        for name in output.conditions:
+            if name not in conditions:
+                raise refuse("outputs", f"when={output.when!r}", f"bool or optional arguments, joined by and: {', '.join(conditions) or 'there are none'}")
+        if output.otherwise and not output.when:
+            raise refuse("outputs", f"otherwise={output.otherwise!r}", "when=, which says when the other shape counts")
+        if output.when and not output.otherwise and number == 0 and signature.split in ("elements", "rows"):
+            raise refuse("split", f"{signature.split} of {signature.schema.results[0]}, which may not be there", "another result first, or whole or host")
+
+
+def _check_layouts(signature: Signature, refuse: Callable[[str, str, str], FlexopsError], always: Sequence[str]) -> None:
+    """Of tensors that the launcher takes as they lie: how."""
+    for name, layout in signature.strided:
+        argument = signature.schema.find(name)
+        to = layout.removeprefix("as ") if layout.startswith("as ") else ""
+        if layout not in LAYOUTS and (to not in always or to == name):
+            raise refuse("strided", f"{name}: {layout!r}", f"{in_words(LAYOUTS)}, or as and another tensor that is always there, for what is broadcast to it")
+        if layout != "any" and argument and (argument.many or argument.written):
+            raise refuse("strided", f"{name}: {layout!r}", "any, or no word, since it is a list or written: no copy that is laid out so takes its place")

@@ -20,12 +20,24 @@ class Output(NamedTuple):
 
     Attributes:
         shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
-            tensors a list holds; ``[]`` for none, of a tensor of one number. "" for the first tensor's.
-        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. "" for the first tensor's.
+            tensors a list holds; one of them times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down); ``[]`` for none, of a tensor of
+            one number. "" for the first tensor's.
+        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. Of an optional tensor that is not given,
+            and of "", the first tensor's.
+        when: the result is there only if a bool argument is true or an optional one is given, or several, joined by ``and``. Else the operator returns a
+            tensor of no elements, and the launcher gets a view that is false.
+        otherwise: the shape that it has else, in the place of that.
     """
 
     shape: str = ""
     dtype: str = ""
+    when: str = ""
+    otherwise: str = ""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The arguments that ``when`` names."""
+        return tuple(self.when.split(" and ")) if self.when else ()
 
 
 class Rows(NamedTuple):
@@ -182,7 +194,8 @@ class OpSpec(_Fields):
     def ops(self) -> tuple[str, ...]:
         """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
         if not self.binding:
-            return (*(one.schema.partition("(")[0] for one in self.declared), *(signature.schema.name for signature in self.signatures))
+            declared = (one.schema.partition("(")[0] + more for one in self.declared for more in ("", *(("_plain",) if one.said.get("plain") else ())))
+            return (*declared, *(signature.schema.name for signature in self.signatures))
         try:
             text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
         except OSError:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..op_builder import declared
 from ._difference import difference
 from ._register import caller, define
 
@@ -241,7 +242,7 @@ def _gelu_name(tanh: bool) -> str:
 
 define(
     "activation",
-    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
+    declared.BIAS_GELU.schema,
     lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
     _biased_fake,
     check=lambda x, bias, _: _check_biased("bias_gelu", x, bias),
@@ -251,13 +252,13 @@ define(
 )
 define(
     "activation",
-    "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient) -> (Tensor, Tensor)",
+    declared.BIAS_GELU_BACKWARD.schema,
     lambda grad, x, bias, tanh, bias_gradient: _biased_backward(grad, x, bias, _gelu_name(tanh), bias_gradient),
     _biased_backward_fake,
 )
 define(
     "activation",
-    "bias_silu(Tensor x, Tensor? bias) -> Tensor",
+    declared.BIAS_SILU.schema,
     lambda x, bias: _biased(x, bias, "silu"),
     _biased_fake,
     check=lambda x, bias: _check_biased("bias_silu", x, bias),
@@ -267,13 +268,13 @@ define(
 )
 define(
     "activation",
-    "bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) -> (Tensor, Tensor)",
+    declared.BIAS_SILU_BACKWARD.schema,
     lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, "silu", bias_gradient),
     _biased_backward_fake,
 )
 define(
     "activation",
-    "swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor",
+    declared.SWIGLU.schema,
     lambda gate, up, interleaved: gated_reference(gate, up, "silu", interleaved),
     _gated_fake,
     check=lambda gate, up, interleaved: check_gated("swiglu", gate, up, interleaved),
@@ -283,13 +284,13 @@ define(
 )
 define(
     "activation",
-    "swiglu_backward(Tensor grad, Tensor gate, Tensor? up, bool interleaved) -> (Tensor, Tensor)",
+    declared.SWIGLU_BACKWARD.schema,
     lambda grad, gate, up, interleaved: gated_backward_reference(grad, gate, up, "silu", interleaved),
     _gated_backward_fake,
 )
 define(
     "activation",
-    "geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor",
+    declared.GEGLU.schema,
     lambda gate, up, tanh, interleaved: gated_reference(gate, up, _gelu_name(tanh), interleaved),
     _gated_fake,
     check=lambda gate, up, _, interleaved: check_gated("geglu", gate, up, interleaved),
@@ -299,7 +300,7 @@ define(
 )
 define(
     "activation",
-    "geglu_backward(Tensor grad, Tensor gate, Tensor? up, bool tanh, bool interleaved) -> (Tensor, Tensor)",
+    declared.GEGLU_BACKWARD.schema,
     lambda grad, gate, up, tanh, interleaved: gated_backward_reference(grad, gate, up, _gelu_name(tanh), interleaved),
     _gated_backward_fake,
 )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype
+from ..op_builder import declared
 from ._register import caller, check_places, define
 from .activation import FLOAT_DTYPES, Approximation, check_gated, gated_backward_reference, gated_reference, not_tanh
 
@@ -145,7 +146,7 @@ def _in_place_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: int,
 
 define(
     "activation",
-    "gated_backward_(Tensor(a!) grad, Tensor gate, Tensor up, int activation, bool again) -> (Tensor, Tensor)",
+    declared.GATED_BACKWARD.schema,
     _in_place_reference,
     lambda grad, gate, _, __, again: (gate.new_empty(gate.shape), gate.new_empty(grad.shape if again else [0])),
     hidden=True,

@@ -77,6 +77,12 @@ def mix(x, bias, more, scale, count, shift=None, *, twice=False, dtype=torch.int
     whole = whole * 2 if twice else whole
     return whole.sum(-1, keepdim=True).expand(*x.shape[:-1], count).clone(), torch.full((x.shape[0],), count, dtype=dtype)
 
+@lib.op("lies(Tensor x, Tensor? other, bool more, Tensor far) -> (Tensor seen, Tensor some)", family="wide", dtypes={"other": "bool"}, split="whole",
+        strided={"x": "aligned rows", "other": "as x", "far": "any"},
+        outputs=(builder.Output("8", "int64"), builder.Output("x[0] * 2, x[-1] // 3", "other", when="other and more", otherwise="x[:1], 1")))
+def lies(x, other, more, far):
+    raise AssertionError("what the launcher sees, no reference can tell")
+
 @lib.op("add_(Tensor(a!) x, Tensor y) -> ()", family="wide", shapes={"y": "x"}, strided=("y",), split="rows")
 def add_(x, y):
     x.add_(y)
@@ -103,6 +109,11 @@ void mix_cpu(const TensorView& x, const TensorView& bias, const TensorViews& mor
     if (dtype == Dtype::i64) sums.as<int64_t>()[i] = count;
     else sums.as<float>()[i] = static_cast<float>(count);
   }
+}
+void lies_cpu(const TensorView& x, const TensorView& other, bool, const TensorView& far, const TensorView& seen, const TensorView& some) {
+  const int64_t first = other ? other.stride(0) : -1, last = other ? other.stride(-1) : -1;
+  const int64_t values[] = {x.row_stride(), x.rows(), other.dim, first, last, far.stride(-1), x.row_start(3), some.numel};
+  for (int i = 0; i < 8; ++i) seen.as<int64_t>()[i] = values[i];
 }
 void add__cpu(const TensorView& x, const TensorView& y, int64_t begin, int64_t end) {
   with_floats(x.dtype, [&](auto type) {
@@ -134,7 +145,7 @@ for dtype, layout in itertools.product((torch.float32, torch.bfloat16, torch.flo
     assert torch.equal(whole, y), (dtype, whole.stride())
 for args, error, said in (
     ((x, torch.randn(5), [], 1.0, 3, None, False, torch.int64), ValueError, "wide.mix: bias must have shape [4], got [5]"),
-    ((x, None, [x[:1]], 1.0, 3, None, False, torch.int64), ValueError, "wide.mix: more[0] must have shape [5, 4], got [1, 4]"),
+    ((x, None, [x[:1]], 1.0, 3, None, False, torch.int64), ValueError, "wide.mix: more[0] must have x's shape [5, 4], got [1, 4]"),
     ((x.double(), None, [], 1.0, 3, None, False, torch.int64), TypeError, "wide.mix: x must be float32, got float64"),
 ):
     try:
@@ -149,13 +160,34 @@ for args, error, said in (
         assert said.replace("wide.mix", "wide::mix").replace("more[0]", "more") in str(found), found
     else:
         raise AssertionError(said)
+taken, yes = torch.randn(4, 5, 12), torch.ones(5, 1, dtype=torch.bool)
+for one_x, other, more, seen in (
+    (taken, None, True, [12, 20, -1, -1, -1, 1, 36, 4]),
+    (taken[..., 3:9], yes, False, [12, 20, 3, 0, 0, 1, 36, 4]),  # rows of longer ones, as they lie
+    (taken[:, 1], yes[0], True, [60, 4, 2, 0, 0, 1, 180, 32]),
+    (taken[::2, :, :6], torch.ones(5, 12, dtype=torch.bool)[:, ::2], True, [6, 10, 3, 0, 1, 1, 18, 8]),  # no one distance, and columns apart: copies
+    (taken.transpose(1, 2), torch.ones(4, 1, 5, dtype=torch.bool), True, [5, 48, 3, 5, 1, 1, 15, 8]),
+    (taken[:1].expand(4, 5, 12), None, False, [12, 20, -1, -1, -1, 1, 36, 4]),
+):
+    far = one_x.t() if one_x.dim() == 2 else one_x
+    found, some = torch.ops.wide.lies(one_x, other, more, far)
+    assert found.tolist() == [*seen[:5], far.stride(-1), *seen[6:]], (found, seen)
+    there = other is not None and more
+    assert some.shape == ((2 * one_x.shape[0], one_x.shape[-1] // 3) if there else (one_x.shape[0], 1))
+    assert some.dtype == (torch.float32 if other is None else torch.bool)
+    same = wide.lies(one_x.to("meta"), other if other is None else other.to("meta"), more, far.to("meta"))
+    assert [(one.shape, one.dtype) for one in same] == [(one.shape, one.dtype) for one in (found, some)]
 def refused(call, said):
     try:
         call()
-    except RuntimeError as found:
+    except (RuntimeError, ValueError) as found:
         assert said in str(found), found
     else:
         raise AssertionError(said)
+for lies in (wide.lies, torch.ops.wide.lies):
+    refused(lambda: lies(taken, torch.ones(4, 1, dtype=torch.bool), True, taken), "lies: other must be broadcastable to x, got shape [4, 1] for [4, 5, 12]")
+    refused(lambda: lies(taken[0, 0], torch.ones(1, 1, dtype=torch.bool), True, taken), "lies: other must be broadcastable to x, got shape [1, 1] for [12]")
+    refused(lambda: lies(taken[0, 0, 0], torch.ones((), dtype=torch.bool), True, taken), "lies: x must have at least one dimension")
 leaf = torch.ones(6, 8, requires_grad=True)
 for add_ in (wide.add_, torch.ops.wide.add_):
     hidden = leaf * 2
@@ -335,6 +367,64 @@ def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler)
     assert "jit" in run(USE_WIDE, tmp_path, FLEXOPS_FALLBACK="forbid")
     plain = run("import torch, wide; print(wide.mix(torch.ones(2, 3), None, [], 1.0, 2, twice=True)[0])", tmp_path, FLEXOPS_JIT="0")
     assert "[6., 6.]" in plain  # the reference, whose last arguments must be named
+
+
+def documented(language: str, having: str) -> str:
+    """The block of code of docs/builder.md that has these words."""
+    (block,) = [one for one in re.findall(rf"```{language}\n(.*?)```", (REPOSITORY / "docs/builder.md").read_text(), re.DOTALL) if having in one]
+    return str(block)
+
+
+USE_GATED = """
+import itertools, torch, mylib, flexops
+whole = torch.randn(6, 4, 24)
+for x, bias, keep in itertools.product(
+    (whole, whole[..., 5:13], whole.transpose(0, 1), whole[:, 1], whole[0, 0], whole[:0], whole[..., :0]),
+    (None, lambda x: torch.randn(x.shape[-1]), lambda x: torch.randn(1), lambda x: torch.randn(*x.shape[:-1], 1), lambda x: x + 1),
+    (False, True),
+):
+    for dtype in (torch.float32, torch.bfloat16):
+        args = x.to(dtype), None if bias is None else bias(x).to(dtype), keep
+        for actual, expected in zip(torch.ops.mylib.gated(*args), mylib.gated.reference(*args), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+            assert actual.is_contiguous()
+for keep in (False, True):
+    torch.library.opcheck(torch.ops.mylib.gated.default, (whole, whole[0, 0], keep))
+print(*[one.backend for one in flexops.status() if one.op == "mylib.gated"])
+
+@mylib.gated.fake
+def _fake(x, bias, keep):
+    return x[..., ::2].contiguous(), x[..., ::2].contiguous()
+try:
+    torch.library.opcheck(torch.ops.mylib.gated.default, (whole, None, False))
+except Exception as error:
+    print(error)
+"""
+
+
+def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: HostCompiler) -> None:
+    """As it is written there; and the launcher, the word and the fake kernel that are wrong, with what the page says is said."""
+    assert host_compiler
+    folder = tmp_path / "mylib" / "csrc" / "gated"
+    folder.mkdir(parents=True)
+    start = "import torch\nfrom flexops import builder\nlib = builder.Library('mylib', root=__file__)\n"
+    (tmp_path / "mylib" / "__init__.py").write_text(start + documented("python", "def gated("))
+    (folder / "gated_cpu.cpp").write_text(documented("cpp", "gated_cpu("))
+    said = run(USE_GATED, tmp_path, FLEXOPS_FALLBACK="forbid")
+    assert "jit" in said
+    assert "(0,)" in said or "[0]" in said, said  # the shape that a call gives in the place of the fake kernel's
+    edit(folder / "gated_cpu.cpp", ", const TensorView& gate, int64_t begin", ", int64_t begin")
+    edit(folder / "gated_cpu.cpp", "if (gate)", "if (false)")
+    edit(folder / "gated_cpu.cpp", "store(gate.", "store(y.")
+    page = (REPOSITORY / "docs/builder.md").read_text()
+    said += run(BUILD.format(devices=("cpu",)), tmp_path)
+    edit(tmp_path / "mylib" / "__init__.py", '"x": "rows"', '"x": "columns"')
+    said += run("from flexops.errors import FlexopsError\ntry:\n    import mylib\nexcept FlexopsError as error:\n    print(error)", tmp_path)
+    words = ("gated_cpu", "gated: strided", "'columns'", "or as and")
+    quoted = [line.strip() for line in page.splitlines() if line.startswith("    ") and any(word in line for word in words)]
+    assert len(quoted) == 6
+    for line in quoted:
+        assert line in said, (line, said)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

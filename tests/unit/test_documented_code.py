@@ -21,6 +21,7 @@ ELSEWHERE = {
     ("README.md", "flexops.kernel("): "tests/unit/test_front_page.py",
     ("docs/builder.md", "builder.Library("): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/builder.md", "builder.Rows("): "tests/build/test_builder.py",
+    ("docs/builder.md", "builder.Output("): "tests/build/test_builder.py",
     ("docs/builder.md", "builder.extensions("): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/builder.md", "TestScale(Contract)"): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/clusters.md", "ray.init("): "nowhere: it needs Ray; the settings are those of tests/build/test_remote.py",

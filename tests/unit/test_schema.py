@@ -58,8 +58,10 @@ def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> N
 def test_shapes() -> None:
     assert dimensions("x[:-1], 4, n, x[0]") == (Dimensions("x", 0, -1), Dimensions(number=4), Dimensions("n"), Dimensions("x", 0, single=True))
     assert dimensions("x[1:]") == (Dimensions("x", 1),)
-    with pytest.raises(ValueError):
-        dimensions("x[")
+    assert dimensions("x[-1] // 2, n*4") == (Dimensions("x", -1, single=True, over=2), Dimensions("n", times=4))
+    for wrong in ("x[", "x[]", "x[:-1] * 2", "x[0] / 2", "x[0] // 0"):
+        with pytest.raises(ValueError):
+            dimensions(wrong)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +78,33 @@ def test_shapes() -> None:
         ({"split": "columns"}, "columns"),
         ({"numbers": ("factor",)}, "factor"),
         ({"shapes": {"x": "len(factor)"}}, "factor"),
+        ({"strided": {"x": "columns"}}, "'columns'"),
+        ({"strided": {"x": "as x"}}, "'as x'"),
+        ({"strided": {"x": "as factor"}}, "'as factor'"),
+        ({"outputs": (Output(when="x"),)}, "when='x'"),
+        ({"outputs": (Output(otherwise="4"),)}, "which says when"),
+        ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
     ],
 )
 def test_a_constraint_on_what_is_not_there_is_refused(constraint: dict[str, object], said: str) -> None:
     with pytest.raises(FlexopsError) as caught:
         declare("scale(Tensor x, float factor) -> Tensor", **constraint)  # type: ignore[arg-type]
     assert said in str(caught.value)
+
+
+def test_what_may_not_be_there_is_no_measure_of_the_work_and_what_is_written_lies_as_it_does() -> None:
+    some = Output(when="mask")
+    for schema_, said, constraint in (
+        ("f(Tensor x, Tensor? mask) -> Tensor", "elements of out, which may not be there", {"outputs": (some,)}),
+        ("f(Tensor x, Tensor? mask) -> Tensor", "bool or optional arguments, joined by and: mask", {"outputs": (Output(when="mask or x"),), "split": "whole"}),
+        ("f(Tensor(a!) x) -> ()", "since it is a list or written", {"strided": {"x": "rows"}}),
+        ("f(Tensor x, Tensor[] more) -> Tensor", "since it is a list or written", {"strided": {"more": "aligned"}}),
+    ):
+        with pytest.raises(FlexopsError) as caught:
+            declare(schema_, **constraint)  # type: ignore[arg-type]
+        assert said in str(caught.value)
+    declare("f(Tensor x, Tensor? mask) -> (Tensor, Tensor)", outputs=(Output(), some))
+    declare("f(Tensor x, Tensor? mask) -> Tensor", outputs=(Output("x", when="mask", otherwise="x[:-1]"),))
 
 
 STEP = "step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor[] more, float lr, Tensor? scale) -> Tensor norms"
