@@ -1,0 +1,34 @@
+"""``flexops build``: what a name on its command line builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexops.cli._app import app
+from flexops.errors import FlexopsError
+from flexops.op_builder.manifest import FILE_NAME
+
+
+def test_an_operators_name_builds_its_family(tmp_path: Path, host_compiler: object) -> None:
+    assert host_compiler
+    done = CliRunner().invoke(app, ["build", "swiglu", "--device", "cpu", "--out", str(tmp_path), "--json"], catch_exceptions=False)
+    (built,) = json.loads(done.stdout)
+    assert (built["name"], built["device"], built["error"]) == ("activation-cpu", "cpu", None)
+    assert b"swiglu\0" in Path(built["library"]).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["activation-cpu"]
+    assert json.loads((tmp_path / "activation-cpu" / FILE_NAME).read_text())["name"] == "activation-cpu"
+
+
+def test_several_names_of_one_family_build_it_once(host_compiler: object) -> None:
+    assert host_compiler
+    done = CliRunner().invoke(app, ["build", "geglu", "activation", "swiglu", "--device", "cpu", "--json"], catch_exceptions=False)
+    assert [built["name"] for built in json.loads(done.stdout)] == ["activation-cpu"]
+
+
+def test_a_name_that_is_nearly_right_is_told_the_right_one() -> None:
+    with pytest.raises(FlexopsError, match="did you mean swiglu"):
+        CliRunner().invoke(app, ["build", "swigluu", "--device", "cpu"], catch_exceptions=False)
