@@ -33,14 +33,15 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 }
-# libstdc++'s guard of what C++17 adds to <cmath> (Bessel functions and the like), which nvcc includes before every source and reads five times: half a
-# second of each. No kernel uses it; with another library the name means nothing.
+# libstdc++'s guard of what C++17 adds to <cmath> (Bessel functions and the like): a third of what a launcher takes to compile. nvcc includes it before every
+# source and reads it five times: half a second of each. No kernel uses it; with another library the name means nothing.
 WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
 # Which torch's conventions bindings keep to: 2.11's, whatever torch is here; major in the highest byte, minor in the next. None of its headers is needed.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=0x020b000000000000",)
 BINDING, DECLARATIONS = "binding.cpp", "launchers.h"  # what the builder writes, where a family has no binding of its own
 BINDING_HEADER = "common/binding.h"  # what every binding includes first
+INTRINSICS_HEADER = "common/cpu_intrinsics.h"  # what every CPU kernel reaches, with nothing before it that could change it
 TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
 RUNTIME_LIBRARY, RUNTIME_STUB = "libstdc++.so.6", "runtime_stub.so"
 _RECIPE = Path(__file__).resolve()
@@ -57,7 +58,8 @@ class Step(NamedTuple):
         memory_bytes: an upper bound on its resident memory.
         speed: further flags that make it faster and leave the result as it is; not part of the key.
         launched: whether the launcher (ccache) runs it.
-        shared_header: what the source includes first, if many sources do so with the same flags: ``shared_headers.py`` has it read once for them all.
+        shared_header: what the source may as well include first, if many sources do so with the same flags: ``shared_headers.py`` has it read once for
+            them all.
     """
 
     kind: Literal["host", "device", "link", "hipify"]
@@ -295,12 +297,16 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     header = BINDING_HEADER if host.kind in ("gcc", "zig") else ""
     steps = [Step("host", "binding.o", (binding,), (*flags, "-c", binding, "-o", "binding.o"), memory, shared_header=header)]
     plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
-    levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in _isa_levels(spec, toolchain)} if device == "cpu" else {"": ("-O1",)}
-    plain += declared(spec)
+    if device == "cuda":
+        levels: dict[str, tuple[str, ...]] = {"": ("-O1", WITHOUT_SPECIAL_FUNCTIONS)}
+    else:
+        levels = {f"_{isa}": ("-O3", f"-DFLEXOPS_ISA={isa}", *ISA_FLAGS[isa]) for isa in _isa_levels(spec, toolchain)}
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"
-            steps.append(Step("host", output, (str(own / source),), (*plain, *flags, "-c", str(own / source), "-o", output)))
+            command = (*plain, *flags, "-c", str(own / source), "-o", output, *declared(spec))
+            shared = INTRINSICS_HEADER if host.kind == "gcc" and spec.project.own and ISA_FLAGS.get(level[1:]) else ""
+            steps.append(Step("host", output, (str(own / source),), command, shared_header=shared))
     return steps
 
 

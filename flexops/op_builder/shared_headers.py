@@ -1,8 +1,8 @@
 """A header that many sources of one run read first, with the same flags: g++ or zig reads it once, for all of them.
 
-Where torch has no stable ABI, its headers take five of a binding's eight seconds, and all families together have 28 bindings. To precompile a
-header takes as long as three of its readers save, so a few go without, and nothing is kept after the run. With zig the C++ library's headers
-are heavy enough: half of a binding's second and a half.
+Where torch has no stable ABI, its headers take five of a binding's eight seconds, and all families together have 30 bindings; CPU kernels read AVX-512's
+intrinsics, a fifth of what compiling them takes. To precompile a header takes as long as three of its readers save, so a few go without, and nothing
+is kept after the run. With zig the C++ library's headers are heavy enough: half of a binding's second and a half.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def _using(shared: list[tuple[str, ...]], plan: BuildPlan, step: Step) -> Step:
     reading = _reading(plan, step)
     if reading not in shared:
         return step
-    header = f"../{FOLDER}/{shared.index(reading)}.h"
-    # With -fpch-deps g++'s dependency file names what the precompiled header's did, which clang's does by itself. Should g++ not be able to use that one,
-    # it reads the header itself.
+    header, flags = f"../{FOLDER}/{shared.index(reading)}.h", len(reading) - 1
+    # Before all else, or g++ does not take it, and reads the header itself. With -fpch-deps its dependency file names what the precompiled header's did,
+    # which clang's does by itself.
     listed = () if "-target" in step.command else ("-fpch-deps",)
-    return step._replace(inputs=(*step.inputs, f"{header}.gch"), speed=(*step.speed, "-include", header, *listed))
+    command = (*step.command[:flags], "-include", header, *listed, *step.command[flags:])
+    return step._replace(inputs=(*step.inputs, f"{header}.gch"), command=command)

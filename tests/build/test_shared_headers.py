@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from builds import CCACHE, REPOSITORY, SQUARE, TOOLS, answer, child_environment, paper_plan, tiny_plan
 
 from flexops import settings
-from flexops.op_builder import cache_key, catalog, compiler, shared_headers
-from flexops.op_builder.plan import BINDING, BINDING_HEADER, BuildPlan, Step
+from flexops.op_builder import cache_key, catalog, compiler, includes, loader, shared_headers
+from flexops.op_builder.plan import BINDING, BINDING_HEADER, DECLARATIONS, INTRINSICS_HEADER, BuildPlan, Step
 from flexops.toolchain import zig
 
+ISA_LEVELS = platform.machine() == "x86_64"
 HEADER = "#pragma once\ninline int answer_of_header() { return 42; }\n"
 
 
@@ -102,13 +104,49 @@ def test_every_binding_includes_the_shared_header_first(spec: catalog.OpSpec) ->
         name = first[1].strip('"')
 
 
-def test_bindings_share_theirs_in_a_plan_on_paper() -> None:
+def test_bindings_and_cpu_kernels_share_theirs_in_a_plan_on_paper() -> None:
     tools = TOOLS._replace(launcher=None)
     plans = [paper_plan(spec, device, tools) for spec in catalog.CATALOG for device in spec.devices]
     maker, *users = shared_headers.share(plans)
-    assert [step.output for step in maker.steps] == ["0.h.gch", "1.h.gch"], "one for each device type's flags"
-    assert all(sum("-fpch-deps" in step.speed for step in plan.steps) == 1 for plan in users)
-    assert [plan._replace(steps=()) for plan in users] == [plan._replace(steps=()) for plan in plans]
+    headers = [text.split('"')[1] for _, text in maker.texts]
+    levels = [re.findall(r"FLEXOPS_ISA=(\w+)", " ".join(step.command)) for step in maker.steps]
+    made = sorted(zip(headers, levels, strict=True))
+    assert made == [(BINDING_HEADER, [])] * 2 + [(INTRINSICS_HEADER, ["avx2"]), (INTRINSICS_HEADER, ["avx512"])], "one for each set of flags"
+    for plan, before in zip(users, plans, strict=True):
+        sharing = [step.output for step in plan.steps if "-fpch-deps" in step.command]
+        assert sharing == [step.output for step in plan.steps if re.search(r"binding|_avx", step.output)]
+        both = [step.command for step in plan.steps if {"-fpch-deps", DECLARATIONS} <= {*step.command}]
+        assert all(command.index("-fpch-deps") < command.index(DECLARATIONS) for command in both), "g++ takes it only before all else"
+        assert plan._replace(steps=()) == before._replace(steps=())
+
+
+@pytest.mark.parametrize("spec", catalog.CATALOG, ids=lambda spec: spec.name)
+def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_could_change_them(spec: catalog.OpSpec) -> None:
+    """Else it is another with the header precompiled than without: one more declaration, or its dependency file names one more header."""
+    csrc = REPOSITORY / "csrc"
+    for source in spec.cpu_sources:
+        reached = includes.own_headers((csrc / source).read_text(), str((csrc / source).parent), [str(csrc)])
+        assert str(csrc / INTRINSICS_HEADER) in reached, source
+        before = (csrc / source).read_text().partition("#include")[0]
+        assert not re.search(r"^\s*#|^using", before, re.MULTILINE), f"{source}: a pragma or a macro comes before its first include"
+
+
+def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(tmp_path: Path, host_compiler: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_compiler
+    chosen = settings.current()._replace(launcher="none")
+    plan = loader.local_plan(catalog.find("lion"), "cpu", chosen)
+    kernels = tuple(step for step in plan.steps if step.shared_header == INTRINSICS_HEADER)
+    assert [step.output for step in kernels] == (["lion_cpu_avx2.o", "lion_cpu_avx512.o"] if ISA_LEVELS else [])
+    plan = plan._replace(steps=kernels)
+    assert compiler.run([plan], tmp_path / "alone").returncode == 0
+    monkeypatch.setattr(shared_headers, "FEWEST", 1)
+    assert compiler.run([plan], tmp_path / "shared").returncode == 0
+    assert len(list((tmp_path / "shared" / shared_headers.FOLDER).glob("*.gch"))) == len(kernels)
+    for step in kernels:
+        alone, shared = (tmp_path / way / plan.name for way in ("alone", "shared"))
+        assert (shared / step.output).read_bytes() == (alone / step.output).read_bytes()
+        reached = [sorted(cache_key.reached_headers(plan, [folder / f"{step.output}.d"])) for folder in (alone, shared)]
+        assert reached[0] == reached[1]
 
 
 def test_what_plans_link_alike_is_made_once() -> None:
