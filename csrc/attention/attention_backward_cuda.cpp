@@ -19,16 +19,16 @@ struct Backward : Tiling<Params> {
 template <int D>
 constexpr Backward<BackwardHopperParams> hopper_tiling() {
   using Shape = BackwardHopper<D, D, true>;
-  return {{D, D, Shape::kM, Shape::kN, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(backward_hopper, D, D, true)},
-          FLEXOPS_PER_TYPE(kernel, backward_before, D),
-          FLEXOPS_PER_TYPE(kernel, backward_after, D)};
+  return {{D, D, Shape::kM, Shape::kN, Shape::kThreads, Shape::kBytes, FLEXOPS_COMMON_VARIANTS(backward_hopper, D, D, true)},
+          FLEXOPS_PER_COMMON_TYPE(backward_before, D),
+          FLEXOPS_PER_COMMON_TYPE(backward_after, D)};
 }
 template <int D, int M, int N, int kStages>
 constexpr Backward<BackwardParams> tiling() {
   using Shape = BackwardShape<bf16, D, D, M, N, kStages>;
-  return {{D, D, M, N, Shape::kThreads, Shape::kBytes, FLEXOPS_VARIANTS(backward, D, D, M, N, kStages)},
-          FLEXOPS_PER_TYPE(kernel, backward_before, D),
-          FLEXOPS_PER_TYPE(kernel, backward_after_mma, D, M)};
+  return {{D, D, M, N, Shape::kThreads, Shape::kBytes, FLEXOPS_COMMON_VARIANTS(backward, D, D, M, N, kStages)},
+          FLEXOPS_PER_COMMON_TYPE(backward_before, D),
+          FLEXOPS_PER_COMMON_TYPE(backward_after_mma, D, M)};
 }
 
 /// Where dQ is to be summed in a fixed order: dK and dV, and dQ, by kernels of their own.
@@ -40,9 +40,10 @@ template <int D, int N, int kStagesV>
 constexpr Apart apart_tiling() {
   using Keys = BackwardHopper<D, D, false>;
   using Queries = QueryGradient<D, D, N, 2, kStagesV>;
-  return {{D, D, Keys::kM, Keys::kN, Keys::kThreads, Keys::kBytes, FLEXOPS_VARIANTS(backward_hopper, D, D, false)},
-          {D, D, Queries::kM, N, Queries::kThreads, Queries::kBytes, FLEXOPS_VARIANTS(backward_queries_hopper, D, D, N, 2, kStagesV)},
-          FLEXOPS_PER_TYPE(kernel, backward_before, D)};
+  return {
+      {D, D, Keys::kM, Keys::kN, Keys::kThreads, Keys::kBytes, FLEXOPS_COMMON_VARIANTS(backward_hopper, D, D, false)},
+      {D, D, Queries::kM, N, Queries::kThreads, Queries::kBytes, FLEXOPS_COMMON_VARIANTS(backward_queries_hopper, D, D, N, 2, kStagesV)},
+      FLEXOPS_PER_COMMON_TYPE(backward_before, D)};
 }
 
 int64_t widest(const Attention& a) { return a.head_dim > a.head_dim_v ? a.head_dim : a.head_dim_v; }

@@ -18,6 +18,8 @@ struct PerType {
   const KernelOf<Params>& of(const Attention& a) const { return a.type == ElementType::bf16 ? bf16 : f16; }
 };
 #define FLEXOPS_PER_TYPE(which, name, ...) {which<attention::name<f16, ##__VA_ARGS__>>, which<attention::name<bf16, ##__VA_ARGS__>>}
+/// Where float16 is rare, as it is in training.
+#define FLEXOPS_PER_COMMON_TYPE(name, ...) {rare_kernel<attention::name<f16, ##__VA_ARGS__>>, kernel<attention::name<bf16, ##__VA_ARGS__>>}
 
 enum ModifierKind { kPlain, kSoftcap, kAlibi, kBias, kAny, kDefined, kModifiers };
 
@@ -38,16 +40,18 @@ struct Variants {
     return modifier == kDefined ? KernelOf<Params>{detail::with_text(found.kernel, a.score_mod)} : found;
   }
 };
-#define FLEXOPS_VARIANTS(name, ...)                                                                                                       \
-  {                                                                                                                                       \
-    {                                                                                                                                     \
-      FLEXOPS_PER_TYPE(kernel, name, __VA_ARGS__, Plain), FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<true, false, false>), \
-          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<false, true, false>),                                                 \
-          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<false, false, true>),                                                 \
-          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<true, true, true>),                                                   \
-          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Defined)                                                                       \
-    }                                                                                                                                     \
+#define FLEXOPS_VARIANTS_BESIDE(plain, name, ...)                                            \
+  {                                                                                          \
+    {                                                                                        \
+      plain, FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<true, false, false>), \
+          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<false, true, false>),    \
+          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<false, false, true>),    \
+          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Modified<true, true, true>),      \
+          FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Defined)                          \
+    }                                                                                        \
   }
+#define FLEXOPS_VARIANTS(name, ...) FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_TYPE(kernel, name, __VA_ARGS__, Plain), name, __VA_ARGS__)
+#define FLEXOPS_COMMON_VARIANTS(name, ...) FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_COMMON_TYPE(name, __VA_ARGS__, Plain), name, __VA_ARGS__)
 
 /// `dim` and `dim_v`: the most columns that it takes.
 template <class Params>

@@ -41,10 +41,11 @@ const Kernels kMany = {kernel<norm::forward_held<float, false, true, norm::kMany
 const Kernels kAdding = {kernel<norm::forward_held<float, true, true, norm::kItems>>,
                          kernel<norm::forward_held<f16, true, true, norm::kItems>>,
                          kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
-const Kernels kCodes = {kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
+// What is quantized next comes in bfloat16.
+const Kernels kCodes = {rare_kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
-const Kernels kManyCodes = {kernel<norm::forward_codes<float, norm::kManyItems>>, rare_kernel<norm::forward_codes<f16, norm::kManyItems>>,
-                            kernel<norm::forward_codes<bf16, norm::kManyItems>>};
+const Kernels kManyCodes = {rare_kernel<norm::forward_codes<float, norm::kManyItems>>,
+                            rare_kernel<norm::forward_codes<f16, norm::kManyItems>>, kernel<norm::forward_codes<bf16, norm::kManyItems>>};
 // Layer norm, for few rows and for many.
 const auto kLayerF32 = kernel<norm::forward_held<float, false, true, norm::kFewItems>>;
 const auto kLayerF16 = kernel<norm::forward_layer<f16, norm::kItems>>;
