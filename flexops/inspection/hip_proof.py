@@ -58,12 +58,12 @@ def build(specs: Sequence[OpSpec], architecture: str, chosen: Settings) -> tuple
         ToolchainError: there is no hipcc here, or no torch, whose headers bindings read; any torch's do.
     """
     context = discovery.search_context(chosen)
-    here, torch = rocm.find(context).usable, discovery.discover(chosen, device="cpu").torch
-    if not here or torch is None:
-        found = ", ".join(what for what, there in (("no hipcc", here), ("no torch", torch)) if not there)
+    here, headers = rocm.find(context).usable, discovery.discover(chosen, device="cpu").torch
+    if not here or headers is None:
+        found = ", ".join(what for what, there in (("no hipcc", here), ("no torch", headers)) if not there)
         raise ToolchainError(f"nothing can be compiled for {architecture} here", found=found, required="hipcc and any torch", fix=INSTALL)
     version = here[0].value.version
-    tools = discovery.assemble(context, torch._replace(cuda=None, hip=str(version)), device="cuda")
+    tools = discovery.assemble(context, headers._replace(cuda=None, hip=str(version)), device="cuda")
     plans = [
         plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources.detect(), max_jobs=chosen.max_jobs, architectures=(architecture,))
         for spec in specs
