@@ -117,10 +117,12 @@ def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
 
 def _parts(x: Tensor, linears: tuple[Any, ...], least: int) -> list[Tensor] | None:
     """The weights and biases of plain linear layers that are to be differentiated; None if they are something else, or x has fewer rows."""
+    if not all(map(is_bare, linears)):  # another module, such as an adapter's, may have no weight
+        return None
     weights, biases = [one.weight for one in linears], [one.bias for one in linears if one.bias is not None]
     usual = torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(x) is Tensor and x.numel() >= least * x.shape[-1] and not is_transforming()
     alike = len({(weight.device, weight.dtype) for weight in weights} | {(x.device, weights[0].dtype)}) == 1 and len(biases) in (0, len(linears))
-    if not usual or not alike or not all(map(is_bare, linears)) or not (x.requires_grad or any(weight.requires_grad for weight in weights)):
+    if not usual or not alike or not (x.requires_grad or any(weight.requires_grad for weight in weights)):
         return None
     if x.device.type not in ("cpu", "cuda") or (x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type)):
         return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from . import forwards, loss, rope, torch_modules
-from .probe import CLASSES, INNER, LENGTH, WIDTH, Attention, Base, Swap, bare, linear, parameter
+from .probe import CLASSES, INNER, LENGTH, WIDTH, Attention, Base, Swap, bare, linear, parameter, unheard
 
 Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -117,7 +117,7 @@ def _kind(act: Any) -> str:
     x = torch.linspace(-6.0, 6.0, 61, dtype=torch.float32, device="cpu")
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            y = act(x)
+            y = unheard(act)(x)
     except Exception:  # it may want anything
         return ""
     known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
@@ -145,7 +145,7 @@ def _gated_swap(module: Any) -> Swap:
 def _tiny_gated(module: Any) -> Miniature:
     shapes = {"gate_proj": (WIDTH, INNER), "up_proj": (WIDTH, INNER), "down_proj": (INNER, WIDTH)}
     parts = {name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()}
-    return bare(module, act_fn=module.act_fn, **parts), (_input(),), {}
+    return bare(module, act_fn=unheard(module.act_fn), **parts), (_input(),), {}
 
 
 def _packed_swap(module: Any) -> Swap:
@@ -155,7 +155,7 @@ def _packed_swap(module: Any) -> Swap:
 
 def _tiny_packed(module: Any) -> Miniature:
     linears = {"gate_up_proj": linear(WIDTH, 2 * INNER, module.gate_up_proj), "down_proj": linear(INNER, WIDTH, module.down_proj)}
-    return bare(module, activation_fn=module.activation_fn, **linears), (_input(),), {}
+    return bare(module, activation_fn=unheard(module.activation_fn), **linears), (_input(),), {}
 
 
 def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern:
@@ -164,7 +164,7 @@ def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern
         return [(module, functools.partial(forwards.mlp, module, kind=_kind(activation), act=(act, type(activation)), names=(first, second)))]
 
     def miniature(module: Any) -> Miniature:
-        parts = {first: linear(WIDTH, INNER), act: getattr(module, act)} | ({second: linear(INNER, WIDTH)} if second else {})
+        parts = {first: linear(WIDTH, INNER), act: unheard(getattr(module, act))} | ({second: linear(INNER, WIDTH)} if second else {})
         return bare(module, **parts), (_input(),), {}
 
     def refuse(module: Any) -> str:
@@ -184,7 +184,7 @@ def _pairs_of(module: Any) -> tuple[Any, ...]:
 
 
 def _tiny_sequential(module: Any) -> Miniature:
-    pairs = ((linear(WIDTH, WIDTH), act) for act in torch_modules.fused(module))
+    pairs = ((linear(WIDTH, WIDTH), unheard(act)) for act in torch_modules.fused(module))
     return nn.Sequential(*itertools.chain.from_iterable(pairs)), (_input(),), {}
 
 

@@ -35,6 +35,11 @@ def bare(module: nn.Module, **children: Any) -> Any:
     return made.eval()
 
 
+def unheard(act: Any) -> Any:
+    """The activation, without those who listen to its calls: what is tried here is none of theirs."""
+    return bare(act, **dict(act.named_children())) if isinstance(act, nn.Module) else act
+
+
 def linear(inputs: int, outputs: int, like: Any = None) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=like is None or getattr(like, "bias", None) is not None, device="cpu", dtype=torch.float32)
 

@@ -250,6 +250,39 @@ def test_hooks_on_what_is_not_called_any_more() -> None:
         assert max(distance(found[1], found[0]).values()) < 1e-4
 
 
+def test_hooks_hear_nothing_while_a_model_is_patched() -> None:
+    """What replacements are tried with is no call of the model's."""
+    model, heard = tiny.model("llama"), []
+    for part in model.modules():
+        part.register_forward_hook(lambda module, _, __: heard.append(type(module).__name__))
+    flexops.patch(model)
+    assert heard == []
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_an_adapter_may_take_a_linear_layers_place_later(name: str) -> None:
+    """A module of one's own, which has no weight: its call is what counts."""
+
+    class Adapter(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.5 * self.inner(x)
+
+    found = []
+    for patched in (False, True):
+        model, inputs = tiny.model("llama").train(), tiny.batch("llama")
+        if patched:
+            flexops.patch(model)
+        place, _, last = name.rpartition(".")
+        part = model.model.layers[0].get_submodule(place)
+        setattr(part, last, Adapter(getattr(part, last)))
+        found.append(visible(results(model, inputs, **(logits_too("llama") if patched else {})), inputs))
+    assert max(distance(found[1], found[0]).values()) < 1e-4
+
+
 def test_the_next_norm_is_computed_with_the_sum() -> None:
     """That the layers are fused at all: but for the first, no layer's first norm is computed by itself, nor is the last."""
     from flexops.patching import forwards
