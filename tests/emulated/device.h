@@ -449,7 +449,7 @@ struct Thread {
   std::vector<Copy> copies;
   int group;
 };
-constexpr size_t kStack = 256 << 10;
+constexpr size_t kStack = 1 << 20;  // code that is not optimized has large frames
 
 [[noreturn, gnu::format(printf, 3, 4), gnu::noinline]] inline void fault(Thread& t, u32 line, const char* format, ...) {
   Launch& l = *t.launch;
@@ -473,14 +473,16 @@ constexpr size_t kStack = 256 << 10;
   if (!_setjmp(t.place)) _longjmp(t.launch->scheduler, 1);
 }
 
-[[gnu::noinline]] inline void check_range(Thread& t, u64 address, u32 bytes, u32 line) {
+/// Of the 16 bytes that hold a tensor's last, all may be read: allocations of a GPU are of more.
+[[gnu::noinline]] inline void check_range(Thread& t, u64 address, u32 bytes, Access access, u32 line) {
   Launch& l = *t.launch;
+  const auto end_of = [access](const Range& range) { return access == READ ? (range.end + 15) & ~u64(15) : range.end; };
   Range& last = l.last;
-  if (address - last.begin < last.end - last.begin && address + bytes <= last.end) return;
+  if (address - last.begin < last.end - last.begin && address + bytes <= end_of(last)) return;
   const auto after = std::upper_bound(l.ranges.begin(), l.ranges.end(), address, [](u64 a, const Range& r) { return a < r.begin; });
-  if (after == l.ranges.begin() || address + bytes > after[-1].end) {
-    const u64 past = after == l.ranges.begin() ? 0 : address - after[-1].end;
-    fault(t, line, "%u bytes at %#llx are out of bounds: %llu bytes past the end of the memory before", bytes, (unsigned long long)address, (unsigned long long)past);
+  if (after == l.ranges.begin() || address + bytes > end_of(after[-1])) {
+    const s64 past = after == l.ranges.begin() ? 0 : static_cast<s64>(address - after[-1].end);
+    fault(t, line, "%u bytes at %#llx are out of bounds: %lld bytes past the end of the memory before", bytes, (unsigned long long)address, (long long)past);
   }
   last = after[-1];
 }
@@ -502,7 +504,7 @@ inline u8* touch(Thread& t, u64 address, u32 bytes, Space space, Access access, 
     fault(t, line, "%#llx, %lld bytes from the start of shared memory, is outside of its %llu", (unsigned long long)address, (long long)offset,
           (unsigned long long)l.shared_bytes);
   } else if (address - (u64)t.stack >= kStack || space == GLOBAL) {
-    check_range(t, address, bytes, line);
+    check_range(t, address, bytes, access, line);
   }
   return (u8*)address;
 }
@@ -514,6 +516,8 @@ template <class T>
 void store(u8* at, int i, T value) {
   memcpy(at + i * sizeof(T), &value, sizeof value);
 }
+
+inline u32 processors() { return static_cast<u32>(atoi(getenv("STAND_IN_SMS") ? getenv("STAND_IN_SMS") : "132")); }
 
 // ---- barriers, and what a warp does together --------------------------------------------------------------------------------------------------
 
@@ -644,7 +648,7 @@ inline void cp_async(Thread& t, u64 to, u64 from, u32 bytes, u32 of, u32 line) {
   if (of > bytes || (bytes != 4 && bytes != 8 && bytes != 16)) fault(t, line, "%u of %u bytes", of, bytes);
   if (to % bytes || from % bytes) fault(t, line, "%u bytes from %#llx to %#llx are misaligned", bytes, (unsigned long long)from, (unsigned long long)to);
   if (to - (u64)t.launch->shared >= t.launch->shared_bytes) fault(t, line, "cp.async to what is not shared memory");
-  if (of) check_range(t, from, of, line);
+  if (of) check_range(t, from, of, READ, line);
   t.copies.push_back({to, from, bytes, of, t.group});
 }
 /// Until at most so many of the latest groups are under way. -1: until nothing is.

@@ -1,4 +1,5 @@
-"""For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors, CUDA's kernels compute, by a driver that runs them.
+"""For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors, CUDA's kernels compute, by a driver that runs them; and what
+tests of GPUs call ``cuda`` is the CPU.
 
 The process has ``tests/build/stand_in``'s libraries, and STAND_IN_TRANSLATOR (``test_emulated_kernels.py`` starts it so).
 """
@@ -10,8 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build" / "stand_in"))
 from launch import OnGpu
@@ -31,9 +35,27 @@ provider.compiler_for = functools.partial(provider.compiler_for, asked="compute_
 provider.machine_code = lambda _: iter(())
 loader.ensure = _ensure_cuda
 isa.levels, isa.isa_limit = (lambda: ["emulated"]), nullcontext
+torch.cuda.get_device_capability = lambda *_: (8, 0)
+
+
+class OnCpu(TorchFunctionMode):
+    """``device="cuda"`` is the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def place(value: Any) -> Any:
+            return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+
+        return args[0] if func is torch.Tensor.cuda else func(*map(place, args), **{name: place(value) for name, value in (kwargs or {}).items()})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    conftest = next(plugin for plugin in config.pluginmanager.get_plugins() if str(getattr(plugin, "__file__", "")).endswith("tests/conftest.py"))
+    conftest._gpu = lambda: True
 
 
 @pytest.fixture(autouse=True)
-def on_gpu() -> Iterator[None]:
-    with OnGpu():
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    with OnCpu(), OnGpu():
         yield

@@ -40,11 +40,14 @@ IGNORED = {
 }  # fmt: skip
 NOTHING = ("prefetch", "prefetchu", "griddepcontrol", "nanosleep", "membar", "fence", "discard")  # no result
 SPECIAL = {
-    "%laneid": "t.lane", "%warpid": "(t.number / 32)", "%lanemask_eq": "(1u << t.lane)", "%lanemask_lt": "((1u << t.lane) - 1)",
+    "%laneid": "t.lane", "%warpid": "(t.number / 32)", "%smid": "0u", "%nsmid": "processors()",
+    "%lanemask_eq": "(1u << t.lane)", "%lanemask_lt": "((1u << t.lane) - 1)",
     "%lanemask_le": "((2u << t.lane) - 1)", "%lanemask_gt": "~((2u << t.lane) - 1)", "%lanemask_ge": "~((1u << t.lane) - 1)",
 }  # fmt: skip
 _PLACES = {"tid": "t.at", "ntid": "t.launch->block", "ctaid": "t.block->at", "nctaid": "t.launch->grid"}
 SPECIAL |= {f"%{name}.{axis}": f"{place}.{axis}" for name, place in _PLACES.items() for axis in "xyz"}
+INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 BOOLEAN = {"and": "&&", "or": "||", "xor": "!="}
 MMA = {"f16": "f16", "bf16": "bf16", "tf32": "f32", "s8": "s8", "u8": "u8"}
 
@@ -65,6 +68,7 @@ class Kernel:
         self.declared: list[str] = []
         self.code: list[str] = []
         self.parameters: list[str] = []  # size and alignment
+        self.types: dict[str, str] = {}  # of registers, by what their names begin with
         self.scoped: set[str] = set()  # registers that inline code declares, in braces of its own
         self.depth = 0
         self.line = 0
@@ -79,17 +83,30 @@ class Kernel:
         if text in SPECIAL:
             return f"static_cast<{kind}>({SPECIAL[text]})"
         if text.startswith("%") or text in self.scoped:
-            return register(text) if kind == "bool" else f"as<{kind}>({register(text)})"
+            known = self.type_of(text)
+            plain = kind == known or kind == "bool"
+            return register(text) if plain else f"{kind}({register(text)})" if narrows(known, kind) else f"as<{kind}>({register(text)})"
         if text in self.variables:
             return f"as<{kind}>({self.variables[text]})"
         if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
             return f"literal<{kind}>(0x{found[1] or found[2]}ull)"
         if re.fullmatch(r"-?\d+U?|-?0[xX][0-9a-fA-F]+U?", text):
             number = int(text.rstrip("U"), 0)
-            return str(bool(number)).lower() if kind == "bool" else f"literal<{kind}>({number & (1 << 64) - 1:#x}ull)"
+            if kind == "bool":
+                return str(bool(number)).lower()
+            return f"{kind}({number & (1 << 64) - 1:#x}ull)" if kind[0] in "us" else f"literal<{kind}>({number & (1 << 64) - 1:#x}ull)"
         if kind == "f32" and re.fullmatch(r"\d+\.\d*", text):
             return f"{text}f"
         raise UnknownPtx(f"operand {text!r}")
+
+    def type_of(self, text: str) -> str:
+        name = text.lstrip("%")
+        return self.types.get(name) or self.types[name.rstrip("0123456789")]
+
+    def put(self, to: str, value: str, kind: str) -> str:
+        """A value of a C++ type into a register."""
+        known = self.type_of(to)
+        return f"{register(to)} = {value};" if known == kind or narrows(kind, known) else f"put({register(to)}, {value});"
 
     def address(self, text: str) -> str:
         base, sign, offset = re.fullmatch(r"\[\s*([^\s+\]]+?)\s*(?:(\+)\s*(-?\d+))?\s*\]", text.strip()).groups()  # type: ignore[union-attr]
@@ -119,6 +136,7 @@ class Kernel:
         for one in names:
             name, _, count = one.strip().lstrip("%").partition("<")
             each = ", ".join(f"{name}{n}_{{}}" for n in range(int(count[:-1]))) if count else f"{name}_{{}}"
+            self.types[name] = kind
             if self.depth > 1:
                 self.scoped.add(name)
             (self.code if self.depth > 1 else self.declared).append(f"{kind} {each};")
@@ -149,8 +167,10 @@ class Kernel:
         kind = NAMES[mods.pop()]
         flags = self.flags(mods, allowed)
         kinds = {"T": kind, "W": WIDER.get(kind, ""), "u": "u32", "p": "bool"}
-        given = ", ".join(self.value(one, kinds[letter]) for one, letter in zip(operands[1:], signature[1:], strict=True))
-        return f"put({register(operands[0])}, {base.replace('.', '_')}_<{kind}, {flags}>({given}));"
+        given = [self.value(one, kinds[letter]) for one, letter in zip(operands[1:], signature[1:], strict=True)]
+        if base in INFIX and flags == "0" and kind in ("u32", "s32", "u64", "s64", "f32"):  # as C++ has it: less to compile
+            return self.put(operands[0], f"{kind}({given[0]} {INFIX[base]} {given[1]})", kind)
+        return self.put(operands[0], f"{base.replace('.', '_')}_<{kind}, {flags}>({', '.join(given)})", kinds[signature[0]])
 
     @staticmethod
     def flags(mods: list[str], allowed: str) -> str:
@@ -171,10 +191,10 @@ class Kernel:
             bits, width = 8 * size_of(kind), 8 * size_of(kind) // len(parts)
             each = [f"u{bits}({self.value(one, f'u{width}')}) << {width * n}" for n, one in enumerate(parts)]
             return f"put({register(to)}, {' | '.join(each)});"
-        return f"put({register(to)}, {self.value(source, NAMES[kind])});"
+        return self.put(to, self.value(source, NAMES[kind]), NAMES[kind])
 
     def do_cvta(self, mods: list[str], operands: list[str]) -> str:
-        return f"put({register(operands[0])}, {self.value(operands[1], NAMES[mods[-1]])});"
+        return self.put(operands[0], self.value(operands[1], NAMES[mods[-1]]), NAMES[mods[-1]])
 
     def memory(self, mods: list[str]) -> tuple[str, int, str]:
         """The space, how many, and of what."""
@@ -192,6 +212,8 @@ class Kernel:
         space, count, kind = self.memory(mods)
         to = inside(operands[0]) if count > 1 else operands[:1]
         at = f"touch(t, {self.address(operands[1])}, {count * size_of(kind)}, {space}, READ, {self.line})"
+        if count == 1:
+            return self.put(to[0], f"load<{NAMES[kind]}>({at})", NAMES[kind])
         return f"{{ const u8* at = {at}; " + " ".join(f"put({register(one)}, load<{NAMES[kind]}>(at, {n}));" for n, one in enumerate(to) if one != "_") + " }"
 
     def do_st(self, mods: list[str], operands: list[str]) -> str:
@@ -226,7 +248,11 @@ class Kernel:
     def do_setp(self, mods: list[str], operands: list[str]) -> str:
         comparison, *middle, kind = [one for one in mods if one != "ftz"]
         name, type_ = {"num": "NUM", "nan": "NOTNUM"}.get(comparison, comparison.upper()), NAMES[kind]
-        found = f"compared<{name}, {type_}>({self.value(operands[1], type_)}, {self.value(operands[2], type_)})"
+        left, right = (self.value(one, type_) for one in operands[1:3])
+        plain = comparison in COMPARISONS and (type_[0] in "us" or (type_ == "f32" and comparison != "ne"))
+        found = f"{left} {COMPARISONS[comparison]} {right}" if plain else f"compared<{name}, {type_}>({left}, {right})"
+        if plain and not middle and "|" not in operands[0]:
+            return f"{register(operands[0])} = {found};"
         combined = f" {BOOLEAN[middle[0]]} {self.value(operands[3], 'bool')}" if middle else ""
         each = [f"{register(one)} = {truth}{combined};" for one, truth in zip(operands[0].split("|"), ("yes", "!yes"), strict=False) if one != "_"]
         return f"{{ const bool yes = {found}; {' '.join(each)} }}"
@@ -330,6 +356,11 @@ class Kernel:
 
 def register(name: str) -> str:
     return f"{name.strip().lstrip('%')}_"
+
+
+def narrows(from_: str, to: str) -> bool:
+    """Whether C++ converts integers of one type to another by their low bits, and as PTX does."""
+    return from_[0] in "us" and to[0] in "us" and size_of(to) <= size_of(from_)
 
 
 def inside(braces: str) -> list[str]:
@@ -463,7 +494,7 @@ def compile_library(source: Path, folder: Path) -> Path:
     if not library.exists():
         (folder / f"{name}.ptx").write_text(text)
         (folder / f"{name}.cpp").write_text(translate(text))
-        flags = ["-std=c++17", "-O1", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-frounding-math", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared"]
+        flags = ["-std=c++17", "-O0", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-frounding-math", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared"]
         made = folder / f"{name}.{os.getpid()}.so"
         subprocess.run([compiler, *flags, "-I", str(header.parent), str(folder / f"{name}.cpp"), "-o", str(made)], check=True)
         made.rename(library)

@@ -37,7 +37,7 @@ void __libc_free(void* pointer);
 
 int posix_memalign(void** out, size_t alignment, size_t size) {
   const size_t ahead = alignment < sizeof(Piece) ? sizeof(Piece) : alignment;
-  char* whole = size + ahead < size ? 0 : __libc_memalign(ahead, size + ahead);
+  char* whole = size + ahead + 16 < size ? 0 : __libc_memalign(ahead, size + ahead + 16);
   if (!whole) return ENOMEM;
   Piece* piece = (Piece*)(whole + ahead) - 1;
   pthread_mutex_lock(&lock);
