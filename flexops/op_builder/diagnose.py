@@ -76,6 +76,21 @@ RULES: tuple[Rule, ...] = (
     Rule(r"cannot find -lcudart_static", "the static CUDA runtime is missing", 'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version'),
     Rule(r"cannot find -l(\S+)", "a library to link with was not found", "add its directory to extra_ldflags with -L"),
     Rule(r"(\S+): No such file or directory", "a file that a source includes was not found", "add its directory to the include paths"),
+    Rule(
+        r"'(LaunchConfig|blocks|ceil_div|kernel|launch|last_error)' (does not name a type|was not declared|has not been declared)",
+        "a launcher does not include what launches kernels",
+        '#include "common/launch.h"',
+    ),
+    Rule(
+        r"'(TensorView|TensorViews|TensorRow|Dtype)' (does not name a type|was not declared|has not been declared)",
+        "a name of flexops' headers is not known there: its header is not included, or the launcher is in another namespace than the library's",
+        '#include the kernels\' header, and open the library\'s own namespace; `using namespace flexops` in that one makes the names known',
+    ),
+    Rule(
+        r"'(baseline|avx2|avx512)' is not a namespace-name",
+        "a kernel for the CPU does not include flexops' headers before `using namespace flexops::FLEXOPS_ISA`",
+        '#include "common/cpu_elements.h"   # or "common/cpu.h", at the top',
+    ),
     Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
     Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
 )

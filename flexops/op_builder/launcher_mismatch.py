@@ -19,13 +19,13 @@ def explain(output: str, declarations: str, directory: Path) -> Diagnosis | None
         directory: the build's, with the objects that were compiled.
     """
     if match := _UNDEFINED.search(output):
-        name, scope = match[2], match[1]
+        name, scope = match[2], _as_written(match[1])
         found = sorted(_defined(name, directory)) or [f"no function {scope}{name} in the sources"]
     elif match := _AMBIGUOUS.search(output):
-        name, found = match[2] or "", [_as_written(match[1] or "another type of result")]
+        name, scope, found = match[2] or "", "", [_as_written(match[1] or "another type of result")]
     else:
         return None
-    required = next((line.rstrip(";") for line in declarations.splitlines() if f" {name}(" in line), "")
+    required = next((line.rstrip(";").replace(f" {name}(", f" {scope}{name}(") for line in declarations.splitlines() if f" {name}(" in line), "")
     said = f"{'; '.join(found)}\n    required: {required}" if required else found[0]
     return Diagnosis(said, f"the launcher {name} is not as the schema says", "write it as required (docs/builder.md), or correct the schema")
 
@@ -40,5 +40,5 @@ def _defined(name: str, directory: Path) -> set[str]:
 
 def _as_written(text: str) -> str:
     text = re.sub(r"([\w:]+) const([&*])", r"const \1\2", text)
-    text = re.sub(r"::(?:baseline|avx2|avx512)::", "::", text)
+    text = re.sub(r"::(?:baseline|avx2|avx512)::", "::FLEXOPS_ISA::", text)
     return re.sub(r"\blong\b(?! (?:long|double|int))", "int64_t", text)

@@ -26,7 +26,7 @@ def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         started = time.monotonic()
         yield None
-        print(f"flexops: {what} ready after {time.monotonic() - started:.1f} s", file=sys.stderr)
+        print(f"flexops: compiling {what} took {time.monotonic() - started:.1f} s", file=sys.stderr)  # whether or not it went well
         return
     try:
         from rich.console import Console

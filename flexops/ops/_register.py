@@ -41,6 +41,8 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 _families: dict[str, list[Any]] = {}
 _differentiable: dict[Any, type[torch.autograd.Function]] = {}
+_refusing: set[Any] = set()
+"""Those of them whose gradient is the error that they have none."""
 _applies: dict[Any, Callable[..., Any]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[Any, Any] = {}
@@ -144,6 +146,7 @@ def add_gradient(
         public[forward] = op
     library, below, refuse, called = _parts[op]
     known = op in _differentiable
+    _refusing.discard(op)
     _differentiable[op] = _function(op, below if forward is None else builtin(forward), forward is not None, setup_context, backward)
     apply = apply_of(_differentiable[op])
     if not known:
@@ -163,6 +166,10 @@ def _apply_without_lists(called: str, lists: list[tuple[int, str]], apply: Calla
     return apply(*args)
 
 
+def has_gradient(op: Any) -> bool:
+    return op in _differentiable and op not in _refusing
+
+
 def guard_gradient(op: Any) -> None:
     """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
     it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
@@ -171,6 +178,7 @@ def guard_gradient(op: Any) -> None:
     what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
         add_gradient(op, _saves_nothing, functools.partial(_no_gradient, f"{what}, or give it one (@{name}.backward)"))
+        _refusing.add(op)
         return
 
     def guarded(*args: Any) -> Any:
@@ -219,7 +227,10 @@ def _caller(
                 return transformed(*args)
             return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
         except (RuntimeError, TypeError):
-            refuse(*args)
+            try:
+                refuse(*args)
+            except Exception as told:  # that error in better words: it need not be shown twice
+                raise told from None
             raise
 
     return call

@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _register.references:
             for op in dict.fromkeys((func, _register.public.get(func, func))):
-                copy = _snapshot if op in _register._differentiable else _detached
+                copy = _snapshot if _register.has_gradient(op) else _detached
                 self.calls.append((op, tree_map(copy, args), tree_map(copy, kwargs or {})))
         return func(*args, **(kwargs or {}))
 

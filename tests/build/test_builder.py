@@ -433,8 +433,9 @@ def test_another_launcher_than_the_schema_says(package: Path, device: str) -> No
     edit(package / f"mylib/csrc/scale/scale_{device}.cpp", "double factor", "float factor")
     said = run(BUILD.format(devices=(device,)), package)
     assert f"the launcher scale_{device} is not as the schema says" in said
-    assert f"mylib::scale_{device}(const flexops::TensorView&, float, const flexops::TensorView&" in said
-    assert f"scale_{device}(const flexops::TensorView& x, double factor, const flexops::TensorView& out" in said
+    scope = "mylib::FLEXOPS_ISA" if device == "cpu" else "mylib"
+    assert f"found: {scope}::scale_{device}(const flexops::TensorView&, float, const flexops::TensorView&" in said or f"; {scope}::scale_{device}(" in said
+    assert f"required: {'void' if device == 'cpu' else 'const char*'} {scope}::scale_{device}(const flexops::TensorView& x, double factor, const" in said
 
 
 def test_a_launcher_with_another_result(package: Path) -> None:
@@ -518,6 +519,66 @@ def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path
     done = contract(package, "-k", "without_memory or opcheck")
     assert done.returncode == 1, done.stdout
     assert "2 failed" in done.stdout, done.stdout
+
+
+RELU2_CPU = """
+#include "common/cpu_elements.h"
+
+namespace mylib::FLEXOPS_ISA {
+using namespace flexops;
+using namespace flexops::FLEXOPS_ISA;
+
+void relu2_cpu(const TensorView& x, const TensorView& weight, const TensorView& out, int64_t begin, int64_t end) {
+  with_floats(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t i = begin; i < end; ++i) {
+      const float product = load(x.as<T>(), i) * load(weight.as<T>(), i % weight.numel);
+      store(out.as<T>(), i, product > 0 ? product * product : 0.0f);
+    }
+  });
+}
+
+void relu2_backward_cpu(const TensorView& grad, const TensorView& x, const TensorView& weight, const TensorView& dx, const TensorView& dw, int64_t begin,
+                        int64_t end) {
+  with_floats(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t i = begin; i < end; ++i) {
+      const float w = load(weight.as<T>(), i % weight.numel), v = load(x.as<T>(), i), product = v * w;
+      const float twice = product > 0 ? 2 * product * load(grad.as<T>(), i) : 0.0f;
+      store(dx.as<T>(), i, twice * w);
+      store(dw.as<T>(), i, twice * v);
+    }
+  });
+}
+
+}  // namespace mylib::FLEXOPS_ISA
+"""
+
+RELU2 = """
+import mylib
+import torch
+from flexops.testing import Case, Contract
+
+class TestRelu2(Contract):
+    cases = (Case("relu2", "mylib.relu2", mylib.relu2, lambda make, shape: (make(*shape), make(shape[-1])), oracle=lambda x, w: torch.relu(x * w).square(),
+                  names=("x", "weight"), differentiable=(0, 1)),)
+"""
+
+
+def test_a_gradient_may_be_an_operator_of_its_own(package: Path) -> None:
+    """As the guide has it: one that has no gradient itself, and which the contract asks for none. A reference that rounds is told as what it is."""
+    guide = (REPOSITORY / "docs" / "builder.md").read_text()
+    (block,) = (code for code in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE) if "relu2_backward(" in code)
+    text = (package / "mylib/__init__.py").read_text()
+    (package / "mylib/__init__.py").write_text(f"{text}\n\n{block}")
+    (package / "mylib/csrc/relu2").mkdir()
+    (package / "mylib/csrc/relu2/relu2_cpu.cpp").write_text(RELU2_CPU)
+    (package / "tests/test_relu2.py").write_text(RELU2)
+    done = contract(package, "-k", "relu2 and (gradcheck or (cpu and (opcheck or (are_float64s and float32))))")
+    assert "3 passed" in done.stdout, done.stdout
+    edit(package / "mylib/__init__.py", "    return torch.relu(x * weight)", "    return torch.relu(x.float() * weight.float())")
+    done = contract(package, "-k", "relu2 and gradcheck")
+    assert "mylib.relu2.default: its reference rounds float64 to float32" in done.stdout, done.stdout
 
 
 def contract(package: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:

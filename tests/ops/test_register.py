@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,10 @@ import flexops
 assert gc.isenabled() == {collects} and 2 not in seen, (gc.isenabled(), seen)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_refusal_is_shown_once() -> None:
+    """And not as an error during another one that says the same."""
+    with pytest.raises(TypeError, match="rms_norm: ") as error:
+        flexops.rms_norm(torch.ones(2, 8, dtype=torch.int32), torch.ones(8))
+    assert "".join(traceback.format_exception(error.value)).count("Traceback (most recent call last)") == 1

@@ -24,6 +24,9 @@ ninja: build stopped: subcommand failed.
     [
         (SYNTAX, '/src/adam.cu(42): error: identifier "theads" is undefined', "does not compile", "line named"),
         ("a.cpp:3:10: fatal error: missing.h: No such file or directory", "a.cpp:3:10", "was not found", "include path"),
+        ("s_cuda.cpp:7:9: error: 'LaunchConfig' does not name a type", "LaunchConfig", "does not include", '#include "common/launch.h"'),
+        ("s_cuda.cpp:7:30: error: 'TensorView' does not name a type", "TensorView", "another namespace", "own namespace"),
+        ("<command-line>: error: 'baseline' is not a namespace-name", "baseline", "for the CPU", '#include "common/cpu_elements.h"'),
         ("b.cpp:1:10: fatal error: Python.h: No such file or directory", "Python.h", "Python headers", "python3-dev"),
         ("x.cpp:1:2: error: a\ncc1plus: fatal error: error writing to /tmp/c.s: No space left on device", "No space", "disk is full", "FLEXOPS_CACHE_DIR"),
         ("a.cpp:9:1: error: b\ng++: fatal error: Killed signal terminated program cc1plus", "Killed", "out of memory", "MAX_JOBS=1"),

@@ -22,6 +22,7 @@ ELSEWHERE = {
     ("docs/builder.md", "builder.Library("): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/builder.md", "builder.Rows("): "tests/build/test_builder.py",
     ("docs/builder.md", "builder.Output("): "tests/build/test_builder.py",
+    ("docs/builder.md", "relu2_backward("): "tests/build/test_builder.py",
     ("docs/builder.md", "builder.extensions("): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/builder.md", "TestScale(Contract)"): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/clusters.md", "ray.init("): "nowhere: it needs Ray; the settings are those of tests/build/test_remote.py",
