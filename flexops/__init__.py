@@ -130,7 +130,7 @@ def _is_command_line() -> bool:
     for position, argument in enumerate(arguments):
         if argument == "-m":
             return arguments[position + 1 : position + 2] != [] and arguments[position + 1].split(".")[0] == "flexops"
-        if not argument.startswith("-"):
+        if not argument.startswith("-") and arguments[max(position - 1, 0)] not in ("-X", "-W"):
             return argument.rpartition("/")[2] == "flexops"
     return False
 

@@ -133,8 +133,11 @@ def test_completion_can_be_installed_and_completes(shell: str, tmp_path: Path, r
 
 
 def test_usage_names_the_command_however_it_was_started() -> None:
-    done = subprocess.run([sys.executable, "-m", "flexops", "target", "-h"], capture_output=True, text=True, check=True)
+    """Python's own options do not hide that it is the command line, which starts without torch."""
+    command = [sys.executable, "-X", "importtime", "-W", "ignore", "-m", "flexops", "target", "-h"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Usage: flexops target" in done.stdout
+    assert {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()} & {"flexops", "torch"} == {"flexops"}
 
 
 @pytest.mark.parametrize("width", [80, 100])
