@@ -24,7 +24,7 @@ CATALOG: tuple[OpSpec, ...] = (
     OpSpec("attention", hip=False, least_capability=(8, 0)),
     OpSpec("quant"),
     OpSpec("rope"),
-    OpSpec("softmax"),
+    OpSpec("softmax", declared=(declared.SCALED_MASKED_SOFTMAX, declared.CAUSAL_SOFTMAX, declared.SOFTMAX_BACKWARD)),
     OpSpec("cross_entropy"),
     OpSpec("norm"),
     OpSpec("norm_backward"),

@@ -45,6 +45,14 @@ GATED_BACKWARD = Declared(
 )
 ACTIVATIONS = (BIAS_GELU, BIAS_GELU_BACKWARD, BIAS_SILU, BIAS_SILU_BACKWARD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_BACKWARD, GATED_BACKWARD)
 
+_SOFTMAX = {"dtypes": {"mask": ("bool", *_FLOATS)}, "strided": {"x": "aligned rows", "mask": "as x"}, "split": "host", "plain": True}
+SCALED_MASKED_SOFTMAX = Declared("scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor", _SOFTMAX)
+CAUSAL_SOFTMAX = Declared("causal_softmax(Tensor x, float scale) -> Tensor", {"strided": {"x": "aligned rows"}, "split": "host", "plain": True})
+SOFTMAX_BACKWARD = Declared(
+    "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
+    {"dtypes": {"y": _FLOATS, "grad": "y"}, "shapes": {"grad": "y"}, "strided": {"grad": "aligned rows", "y": "aligned rows"}, "split": "host"},
+)
+
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
 _SCALED = (("grads", "grad_scale"),)
 """Gradients are divided by a scale where they lie, if there is one."""

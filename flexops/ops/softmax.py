@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..op_builder import declared
 from ._difference import difference
 from ._register import caller, define
 
@@ -189,7 +190,7 @@ def _causal_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 define(
     "softmax",
-    "scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor",
+    declared.SCALED_MASKED_SOFTMAX.schema,
     _scaled_masked_softmax_reference,
     _forward_fake,
     check=_check_masked,
@@ -199,7 +200,7 @@ define(
 )
 define(
     "softmax",
-    "causal_softmax(Tensor x, float scale) -> Tensor",
+    declared.CAUSAL_SOFTMAX.schema,
     _causal_softmax_reference,
     _forward_fake,
     check=_check_causal,
@@ -207,7 +208,7 @@ define(
     backward=_causal_backward,
     plain=True,
 )
-define("softmax", "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor", _softmax_backward_reference, _backward_fake)
+define("softmax", declared.SOFTMAX_BACKWARD.schema, _softmax_backward_reference, _backward_fake)
 _MASKED, _CAUSAL = caller(torch.ops.flexops.scaled_masked_softmax.default), caller(torch.ops.flexops.causal_softmax.default)
 _BACKWARD = torch.ops.flexops.softmax_backward.default
 
