@@ -305,7 +305,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"
             command = (*plain, *flags, "-c", str(own / source), "-o", output, *declared(spec))
-            shared = INTRINSICS_HEADER if host.kind == "gcc" and spec.project.own and ISA_FLAGS.get(level[1:]) else ""
+            shared = INTRINSICS_HEADER if host.kind in ("gcc", "zig") and spec.project.own and ISA_FLAGS.get(level[1:]) else ""
             steps.append(Step("host", output, (str(own / source),), command, shared_header=shared))
     return steps
 
