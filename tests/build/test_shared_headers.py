@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from builds import CCACHE, REPOSITORY, SQUARE, TOOLS, answer, child_environment, paper_plan, tiny_plan
 
-from flexops import settings
-from flexops.op_builder import cache_key, catalog, compiler, includes, loader, shared_headers
+from flexops import settings, toolchain
+from flexops.op_builder import cache_key, catalog, compiler, includes, shared_headers
 from flexops.op_builder.plan import BINDING, BINDING_HEADER, DECLARATIONS, INTRINSICS_HEADER, BuildPlan, Step
 from flexops.toolchain import zig
 
@@ -131,12 +131,17 @@ def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_c
         assert not re.search(r"^\s*#|^using", before, re.MULTILINE), f"{source}: a pragma or a macro comes before its first include"
 
 
-def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(tmp_path: Path, host_compiler: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wheel", ["", "x86_64"], ids=["g++", "zig"])
+def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(
+    wheel: str, tmp_path: Path, host_compiler: object, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]
+) -> None:
     assert host_compiler
-    chosen = settings.current()._replace(launcher="none")
-    plan = loader.local_plan(catalog.find("lion"), "cpu", chosen)
+    require(not wheel or importlib.util.find_spec("ziglang"), "zig", f"pip install {zig.REQUIREMENT}")
+    chosen = settings.Settings.from_environ({**child_environment(), "FLEXOPS_WHEEL": wheel, "FLEXOPS_COMPILER_LAUNCHER": "none"})
+    tools = zig.toolchain_for(chosen) if wheel else toolchain.discover(chosen, device="cpu")
+    plan = paper_plan(catalog.find("lion"), "cpu", tools)
     kernels = tuple(step for step in plan.steps if step.shared_header == INTRINSICS_HEADER)
-    assert [step.output for step in kernels] == (["lion_cpu_avx2.o", "lion_cpu_avx512.o"] if ISA_LEVELS else [])
+    assert [step.output for step in kernels] == (["lion_cpu_avx2.o", "lion_cpu_avx512.o"] if wheel or ISA_LEVELS else [])
     plan = plan._replace(steps=kernels)
     assert compiler.run([plan], tmp_path / "alone").returncode == 0
     monkeypatch.setattr(shared_headers, "FEWEST", 1)
