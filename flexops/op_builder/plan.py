@@ -25,7 +25,6 @@ MIB = 2**20
 # 130 MiB, a CPU kernel 150, a classic binding 560, nvcc 190 and 20 for each further thread), because other compilers and kernels take more.
 HOST_STEP_BYTES = 900 * MIB
 DEVICE_STEP_BYTES = 700 * MIB
-DEVICE_THREAD_BYTES = 200 * MIB
 TORCH_HEADER_STEP_BYTES = 3072 * MIB
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = {

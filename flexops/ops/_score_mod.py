@@ -22,7 +22,6 @@ from ..op_builder import provider_texts
 from ._score_text import function_of
 
 _ARGUMENTS = {"score": "float", "b": "int", "h": "int", "q": "int", "k": "int"}
-Number = int | float | bool
 Function = Callable[..., Any]
 
 
