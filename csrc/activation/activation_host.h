@@ -14,7 +14,6 @@ inline int64_t activation_grain(int64_t elements) {
   constexpr int64_t kGrain = 16384;  // elements that are worth a thread
   return elements < kGrain ? kGrain / (elements > 0 ? elements : 1) : 1;
 }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 #endif
 
 // ---- act(x + bias) --------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class BackwardHeads {
     if (parts_ > 1) sums_ = KeyGradients(p_, sums + item * KeyGradients::floats(p_));
     memset(sums_.dk, 0, static_cast<size_t>(KeyGradients::floats(p_)) * sizeof(float));
     load_keys(keys);
-    const int64_t tiles = (keys.length_q + kTile - 1) / kTile;
+    const int64_t tiles = ceil_div(keys.length_q, kTile);
     for (int64_t tile = part; tile < group * tiles; tile += parts_) {
       add_tile(AttentionSequence(p_, batch, head + tile / tiles), tile % tiles * kTile);
     }

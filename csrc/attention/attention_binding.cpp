@@ -34,13 +34,10 @@ Tensor readable(const Tensor& tensor) {
   const int64_t dim = tensor.dim(), *sizes = tensor.sizes(), *strides = tensor.strides();
   bool fine = sizes[dim - 1] <= 1 || strides[dim - 1] == 1;
 #if FLEXOPS_DEVICE_CUDA
-  fine = fine && reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+  fine = fine && aligned(tensor.data());
   for (int64_t d = 0; d < dim - 1; ++d) fine = fine && (sizes[d] <= 1 || (strides[d] > 0 && strides[d] % 8 == 0));
 #endif
-  if (fine) return tensor;
-  Tensor copied = empty(sizes, dim, tensor.dtype(), tensor);
-  copy(copied, tensor);
-  return copied;
+  return fine ? tensor : contiguous_copy(tensor);
 }
 
 AttentionTensor view(const Tensor& tensor, Layout at) {

@@ -214,6 +214,25 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
 /// A contiguous, uninitialised tensor of the shape and on the device of `like`.
 inline Tensor empty_like_contiguous(const Tensor& like, Dtype dtype) { return empty(like.sizes(), like.dim(), dtype, like); }
 
+/// A contiguous copy in memory of its own, which is aligned.
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  Tensor out = empty_like_contiguous(tensor, tensor.dtype());
+  copy(out, tensor);
+  return out;
+}
+
+[[gnu::noinline]] inline TensorView view_of(const Tensor& tensor) {
+  TensorView view{tensor.data(), tensor.dtype(), tensor.dim(), 1, tensor.sizes(), tensor.strides()};
+  for (int64_t d = 0; d < view.dim; ++d) view.numel *= view.sizes[d];
+  return view;
+}
+
+/// Elements from one row to the next; makes the tensor contiguous where rows are not evenly spaced.
+inline int64_t take_rows(Tensor& tensor) {
+  if (!tensor.is_contiguous() && !view_of(tensor).has_even_rows()) tensor = contiguous(tensor);
+  return view_of(tensor).row_stride();
+}
+
 /// "[2, 3]", for error messages.
 [[gnu::noinline, gnu::cold]] inline Text sizes_text(const int64_t* sizes, int64_t dim) {
   Text out{"["};

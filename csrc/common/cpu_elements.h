@@ -36,8 +36,6 @@ inline void with_floats(Dtype dtype, const F& body) {
 
 // ---- the same by ElementType: a register of floats, or a block of them, at a time ----------------------------------------
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
 inline const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
   if (type == ElementType::f32) return static_cast<const float*>(from) + offset;

@@ -7,11 +7,6 @@
 
 namespace flexops {
 
-[[gnu::noinline]] inline TensorView view_of(const Tensor& tensor) {
-  TensorView view{tensor.data(), tensor.dtype(), tensor.dim(), 1, tensor.sizes(), tensor.strides()};
-  for (int64_t d = 0; d < view.dim; ++d) view.numel *= view.sizes[d];
-  return view;
-}
 inline TensorView view_of(const std::optional<Tensor>& tensor) { return tensor ? view_of(*tensor) : TensorView{}; }
 
 inline Text shape_text(const TensorView& tensor) { return sizes_text(tensor.sizes, tensor.dim); }
@@ -51,12 +46,10 @@ class ViewList {
   bool fits = view.is_contiguous() || (rows && view.has_even_rows());
   if (FLEXOPS_DEVICE_CUDA && aligned && fits && view.numel > 0) {
     const int64_t bytes = (view.row_stride() - view.columns()) * dtype_size(view.dtype);
-    fits = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && bytes % 16 == 0;
+    fits = flexops::aligned(view.data) && bytes % 16 == 0;
   }
   if (fits) return;
-  Tensor taken = empty(view.sizes, view.dim, view.dtype, tensor);
-  copy(taken, tensor);
-  tensor = std::move(taken);
+  tensor = contiguous_copy(tensor);
   view = view_of(tensor);
 }
 inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = false, bool aligned = false) {

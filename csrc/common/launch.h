@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "common/arithmetic.h"
 #include "common/current_gpu.h"
 #include "common/dtypes.cuh"
 #include "common/element_type.h"
@@ -465,13 +466,6 @@ int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) 
 }
 #endif
 
-// ---- arithmetic that launchers share ---------------------------------------------------------------------------------------------------
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline bool aligned(const void* pointer, int64_t bytes = 16) {
-  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
-}
 inline Dim3 blocks(int64_t x, int64_t y = 1, int64_t z = 1) {
   return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};
 }

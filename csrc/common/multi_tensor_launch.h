@@ -39,14 +39,14 @@ bool lacks_mixed(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, in
 
 template <class Rule>
 uint16_t make_flags(const TensorRow& row) {
-  bool aligned = true;  // 16-bit data is read 8 bytes at a time, fp32 16 bytes; null is aligned
+  bool vectors = true;  // 16-bit data is read 8 bytes at a time, fp32 16 bytes; null is aligned
   int flags = 0;
   for (int k = 0; k < Rule::kArrays; ++k) {
     const bool typed = is_typed<Rule>(k), wide = !typed || row.is_f32(k);
-    aligned = aligned && (reinterpret_cast<uintptr_t>(row.array[k]) & (wide ? 15 : 7)) == 0;
+    vectors = vectors && aligned(row.array[k], wide ? 16 : 8);
     if (typed) flags |= (wide ? kFloat : row.type[k] == ElementType::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
   }
-  return static_cast<uint16_t>(flags | (aligned ? kAligned : 0));
+  return static_cast<uint16_t>(flags | (vectors ? kAligned : 0));
 }
 
 /// Where to begin the search for a block's tensor.

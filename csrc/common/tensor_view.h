@@ -1,10 +1,7 @@
 // What a launcher is given of a tensor, without torch: launchers, CPU kernels and bindings include it. docs/builder.md has the convention.
 #pragma once
 
-#include <stdint.h>
-
-// CPU kernels are compiled several times with different -m flags: what they share is inlined, or the linker keeps one of them for all.
-#define FLEXOPS_INLINE [[gnu::always_inline]] inline
+#include "common/arithmetic.h"
 
 namespace flexops {
 

@@ -125,12 +125,9 @@ Tensor cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor 
 #endif
   const int64_t vector = 16 / dtype_size(logits.dtype());
   const bool as_it_lies =
-      rows_are_contiguous(logits) &&
-      (FLEXOPS_DEVICE_CPU || (reinterpret_cast<uintptr_t>(logits.data()) % 16 == 0 && (shape.stride - shape.length) % vector == 0));
+      rows_are_contiguous(logits) && (FLEXOPS_DEVICE_CPU || (aligned(logits.data()) && (shape.stride - shape.length) % vector == 0));
   if (!as_it_lies) {
-    Tensor aligned = empty_like_contiguous(logits, logits.dtype());
-    copy(aligned, logits);
-    logits = std::move(aligned);
+    logits = contiguous_copy(logits);
     shape.stride = shape.length;
   }
   target = contiguous(target), stats = contiguous(stats), grad = contiguous(grad);

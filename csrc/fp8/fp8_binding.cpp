@@ -43,17 +43,8 @@ ScaledLayout make_layout(const char* op, const Tensor& x, int64_t group_size) {
 /// Takes x as it lies in memory if it has rows; else makes a contiguous copy.
 void adopt_strides(ScaledLayout& l, Tensor& x, int64_t group_size) {
   if (x.numel() == 0 || x.is_contiguous()) return;
-  int64_t stride = -1, expected = -1;
-  const int64_t last = x.dim() - 1, *sizes = x.sizes(), *strides = x.strides();
-  bool regular = group_size != kPerTensor && (sizes[last] == 1 || strides[last] == 1);
-  for (int64_t d = last - 1; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (stride == -1) stride = strides[d];
-    if (expected != -1 && strides[d] != expected) regular = false;
-    expected = strides[d] * sizes[d];
-  }
-  if (regular) {
-    l.row_stride = stride == -1 ? l.length : stride;
+  if (group_size != kPerTensor) {
+    l.row_stride = take_rows(x);
   } else {
     x = contiguous(x);
   }

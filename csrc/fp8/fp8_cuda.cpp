@@ -44,15 +44,15 @@ Params make_params(const void* in, void* out, const float* scales, const ScaledL
 /// Whether code i is at a multiple of a vector's codes wherever element i is at a multiple of 16 bytes.
 bool in_step(const void* elements, int64_t stride, const void* codes, const ScaledLayout& l) {
   const int64_t N = elements_of(l.type);
-  return reinterpret_cast<uintptr_t>(elements) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % N == 0 && (stride - l.length) % N == 0;
+  return aligned(elements) && aligned(codes, N) && (stride - l.length) % N == 0;
 }
 
 /// The most vectors that a segment's elements lie in; one more than the least if segments may begin within a vector.
 int64_t vectors_of(const Params& p, const void* elements, int64_t stride, const ScaledLayout& l) {
   const int64_t N = elements_of(l.type);
-  const bool aligned = (reinterpret_cast<uintptr_t>(elements) & 15) == 0 && stride % N == 0 && (p.segments == 1 || p.segment % N == 0);
+  const bool whole = aligned(elements) && stride % N == 0 && (p.segments == 1 || p.segment % N == 0);
   const int64_t length = p.length < p.segment ? p.length : p.segment;
-  return ceil_div(length + (aligned ? 0 : N - 1), N);
+  return ceil_div(length + (whole ? 0 : N - 1), N);
 }
 
 const char* launch(const Kernels& kernels, Params& p, ElementType type, int64_t count, int64_t threads, void* stream) {

@@ -75,8 +75,8 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
     n.new_residual = out.new_residual.data();
   }
   if (n.rows == 0) return out;
-  n.x_stride = row_stride(x), n.x = x.data();
-  if (residual) n.residual_stride = row_stride(*residual), n.residual = residual->data();
+  n.x_stride = take_rows(x), n.x = x.data();
+  if (residual) n.residual_stride = take_rows(*residual), n.residual = residual->data();
 #if FLEXOPS_DEVICE_CUDA
   check_launch(op, norm_forward_cuda(n, current_stream(x)));
 #else

@@ -32,22 +32,4 @@ inline const void* parameter(const char* op, const char* argument, Maybe& tensor
   return tensor->data();
 }
 
-/// Elements between rows that lie at equal distances, each of them in one piece; else makes the tensor contiguous.
-inline int64_t row_stride(Tensor& tensor) {
-  const int64_t dim = tensor.dim(), columns = tensor.size(-1);
-  if (tensor.is_contiguous()) return columns;
-  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
-  int64_t stride = -1, expected = -1;
-  bool regular = columns == 1 || strides[dim - 1] == 1;
-  for (int64_t d = dim - 2; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (stride == -1) stride = strides[d];
-    if (expected != -1 && strides[d] != expected) regular = false;
-    expected = strides[d] * sizes[d];
-  }
-  if (regular) return stride == -1 ? columns : stride;
-  tensor = contiguous(tensor);
-  return columns;
-}
-
 }  // namespace flexops

@@ -15,7 +15,7 @@ inline int lanes_for(int64_t wanted, int most) {
   int lanes = 1;
   while (lanes < wanted && lanes < kNarrowWarp) lanes *= 2;
   if (wanted <= kNarrowWarp) return lanes;
-  lanes = static_cast<int>((wanted + kNarrowWarp - 1) / kNarrowWarp * kNarrowWarp);
+  lanes = static_cast<int>(ceil_div(wanted, kNarrowWarp) * kNarrowWarp);
   return lanes < most ? lanes : most;
 }
 
@@ -26,7 +26,7 @@ struct Grid {
 
   /// A block for each long row, or for some short ones.
   Grid(int lanes, int64_t rows) : threads(lanes > kNarrowWarp ? lanes : kShortThreads), together(threads / lanes) {
-    blocks = (rows + together - 1) / together;
+    blocks = ceil_div(rows, together);
   }
 };
 

@@ -70,8 +70,8 @@ Backward backward(const char* op, Tensor grad, Maybe grad_residual, Tensor x, Ma
   if (need_bias) n.grad_bias = out.grad_bias.data();
   if (!need_x && !need_weight && !need_bias) return out;
   if (n.rows > 0) {
-    n.x_stride = row_stride(x), n.grad_stride = row_stride(grad);
-    if (grad_residual) n.grad_residual_stride = row_stride(*grad_residual);
+    n.x_stride = take_rows(x), n.grad_stride = take_rows(grad);
+    if (grad_residual) n.grad_residual_stride = take_rows(*grad_residual);
   }
   n.x = x.data(), n.grad = grad.data(), n.grad_residual = grad_residual ? grad_residual->data() : nullptr;
   const int64_t sums = need_weight + need_bias;

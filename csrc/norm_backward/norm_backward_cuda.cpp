@@ -29,7 +29,7 @@ struct Plan {
 /// rows each.
 bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory
-  const int64_t parts = norm::kParts, held = (p.vectors + parts - 1) / parts;
+  const int64_t parts = norm::kParts, held = ceil_div(p.vectors, parts);
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
@@ -39,8 +39,8 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
   // Few rows are spread over all multiprocessors, in blocks of at least a warp.
-  const int64_t processors = gpu.processors, warp = (norm::kNarrowWarp + p.lanes - 1) / p.lanes;
-  const int64_t shared_out = (a.rows + processors - 1) / processors, wanted = shared_out > warp ? shared_out : warp;
+  const int64_t processors = gpu.processors, warp = ceil_div(norm::kNarrowWarp, p.lanes);
+  const int64_t shared_out = ceil_div(a.rows, processors), wanted = shared_out > warp ? shared_out : warp;
   int64_t groups = most_threads / p.lanes;
   while (groups / 2 >= wanted) groups /= 2;
   for (; groups > 0; groups /= 2) {
@@ -49,7 +49,7 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
     if (threads * (weights + stages) > room) continue;
     plan.threads = static_cast<int>(threads);
     plan.shared_bytes = threads * (weights + stages);
-    const int64_t needed = (a.rows + groups - 1) / groups, most = a_sm * processors;
+    const int64_t needed = ceil_div(a.rows, groups), most = a_sm * processors;
     plan.blocks = needed < most ? needed : most;
     return true;
   }
@@ -109,8 +109,8 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   p.vectors = static_cast<int>(plan.vectors ? a.columns / vector : a.columns);
   plan.walks = plan.vectors && (plan_walk(plan, p, a) || plan_clusters(plan, p, a));
   if (plan.walks) return plan;
-  const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
-  const int64_t wanted = (int64_t{gpu_facts().processors} * 16 + across - 1) / across, most = (a.rows + 15) / 16;
+  const int64_t across = ceil_div(p.vectors, norm::kShortThreads);
+  const int64_t wanted = ceil_div(int64_t{gpu_facts().processors} * 16, across), most = ceil_div(a.rows, 16);
   plan.blocks = wanted < most ? wanted : most;
   p.lanes = norm::lanes_for((p.vectors + 1) / 2, norm::kMostThreads);
   return plan;
@@ -140,8 +140,8 @@ void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stre
     launch(kInput[which], {blocks(grid.blocks), blocks(grid.threads), stream}, p);
   }
   if (!p.partial_weight && !p.partial_bias) return;
-  p.rows_per_block = (a.rows + plan.blocks - 1) / plan.blocks;
-  const int64_t across = (p.vectors + norm::kShortThreads - 1) / norm::kShortThreads;
+  p.rows_per_block = ceil_div(a.rows, plan.blocks);
+  const int64_t across = ceil_div(p.vectors, norm::kShortThreads);
   launch(kParameters[which], {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
 }
 

@@ -29,7 +29,7 @@ RowsKernel rows_kernel(ElementType type) {
 
 /// Whether softmax_added takes this mask: it adds, and each of its rows lies as those of scores do that it is for.
 bool takes_added(const Params& p, ElementType type) {
-  if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || reinterpret_cast<uintptr_t>(p.mask) % 16 != 0) return false;
+  if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || !aligned(p.mask)) return false;
   int64_t row = 1;
   for (int d = 0; d < p.mask_dims; row *= p.mask_sizes[d].by, ++d)
     if ((row * p.stride - p.mask_strides[d]) % vector_elements(type) != 0) return false;

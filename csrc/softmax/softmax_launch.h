@@ -46,20 +46,20 @@ struct Grid {
 Grid make_grid(Params& p, ElementType type, int64_t held, int64_t most) {
   constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
   const int64_t elements = vector_elements(type);
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.x) & 15) == 0 && p.stride % elements == 0;
-  const int64_t vectors = (int64_t{p.length} + (aligned ? 0 : elements - 1) + elements - 1) / elements;  // of the row with the longest head
+  const int64_t head = aligned(p.x) && p.stride % elements == 0 ? 0 : elements - 1;  // the longest that a row has
+  const int64_t vectors = ceil_div(p.length + head, elements);
   if (vectors <= kShort && held > 4) held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
   // Few rows leave most of the GPU idle: more threads share each.
   if (p.rows * vectors <= kFew && held >= 4 && vectors * 4 <= held * most) held /= 4;
-  const int64_t warps = (vectors + held * softmax::kNarrowWarp - 1) / (held * softmax::kNarrowWarp);
+  const int64_t warps = ceil_div(vectors, held * softmax::kNarrowWarp);
   p.lanes = 1, p.log_lanes = 0, p.chunks = 1;
   if (warps <= 1) {
     while (p.lanes * held < vectors) p.lanes *= 2, ++p.log_lanes;
-    return {{(p.rows * p.lanes + softmax::kThreads - 1) / softmax::kThreads, 1, 1}, {softmax::kThreads, 1}, true};
+    return {{ceil_div(p.rows * p.lanes, softmax::kThreads), 1, 1}, {softmax::kThreads, 1}, true};
   }
   const bool holds = warps * softmax::kNarrowWarp <= most;
   p.lanes = static_cast<int>(holds ? warps * softmax::kNarrowWarp : most);
-  p.chunks = static_cast<int>((vectors + held * p.lanes - 1) / (held * p.lanes));
+  p.chunks = static_cast<int>(ceil_div(vectors, held * p.lanes));
   return {{p.rows, 1, 1}, {p.lanes, 1}, holds};
 }
 
