@@ -171,6 +171,24 @@ def test_checkpointing_of_every_kind(name: str, reentrant: bool, wrapped: bool) 
     assert max(differences.values()) < 2e-5, differences
 
 
+def test_a_norms_epsilon_is_that_of_the_moment_when_it_was_patched() -> None:
+    """As docs/models.md says; patched anew, it is the new one."""
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    model.eval()
+    with torch.no_grad():
+        flexops.patch(model)
+        before = model(**inputs).logits
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1.0
+        assert torch.equal(model(**inputs).logits, before)
+        flexops.unpatch(model)
+        plain = model(**inputs).logits
+        flexops.patch(model)
+        torch.testing.assert_close(model(**inputs).logits, plain, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(plain, before, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_unpatch_restores_every_bit(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name)
