@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 Fallback = Literal["allow", "warn", "forbid"]
 LogLevel = Literal["quiet", "info", "debug"]
+DeviceCompiler = Literal["auto", "nvcc", "nvrtc"]
 Precompile = Literal["auto", "0", "1"]
 CpuIsa = Literal["baseline", "avx2", "avx512"]
 AotDevice = Literal["cpu", "cuda"]
@@ -63,6 +64,8 @@ class Settings(NamedTuple):
             there is a toolkit that matches torch. A package says it, so that what it holds does not hang on the machine that builds it.
         wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets libraries for every torch with the stable ABI,
             compiled by zig; empty for this machine's own compiler and torch.
+        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in ``flexops.load``: nvcc, nvrtc, or auto (default: nvcc where one matches
+            torch, else nvrtc).
         pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in the background, for the next kernel), 1 (before
             the first kernel compiles) or 0 (never: an image layer, say, should not carry their 800 MB).
         launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``; unset means whichever is found.
@@ -107,6 +110,7 @@ class Settings(NamedTuple):
     aot_devices: tuple[AotDevice, ...] = ()
     wheel: Machine | Literal[""] = ""
     pch: Precompile = "auto"
+    device_compiler: DeviceCompiler = "auto"
     compile_timeout: int = 3600
     compiler_environment: tuple[tuple[str, str], ...] = ()
     cache_signing_key: Path | None = None
@@ -150,6 +154,7 @@ class Settings(NamedTuple):
             wheel=cast(Machine, _choice(environ, "FLEXOPS_WHEEL", "", ("", *get_args(Machine)))),
             compile_timeout=_whole(environ, "FLEXOPS_COMPILE_TIMEOUT", 0, _DEFAULT_TIMEOUT),
             compiler_environment=tuple((name, value) for name in _COMPILER_VARIABLES if (value := get(name))),
+            device_compiler=cast(DeviceCompiler, _choice(environ, "FLEXOPS_DEVICE_COMPILER", "auto", get_args(DeviceCompiler))),
             pch=cast(Precompile, _choice(environ, "FLEXOPS_PCH", "auto", get_args(Precompile))),
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),

@@ -15,9 +15,20 @@
 #include <stdlib.h>
 
 #include "common/arithmetic.h"
+#if FLEXOPS_EXTENSION  // people's own sources, which have CUDA's headers and runtime: extension_launch.h
+#define FLEXOPS_HIP 0
+namespace flexops {
+inline int current_gpu() {
+  int gpu = 0;
+  cudaGetDevice(&gpu);
+  return gpu;
+}
+}  // namespace flexops
+#else
 #include "common/current_gpu.h"
 #include "common/dtypes.cuh"
 #include "common/element_type.h"
+#endif
 #if !FLEXOPS_HIP
 #include <dlfcn.h>
 

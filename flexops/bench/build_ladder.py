@@ -54,6 +54,8 @@ RUNGS: tuple[Rung, ...] = (
     Rung("flexops-warm", "flexops", "warm, in a new process"),
     Rung("flexops-edit-cpp", "flexops", "an edit of that .cpp by flexops.load (processor time)", quick=False),
     Rung("flexops-edit-cu", "flexops", "an edit of that .cu by flexops.load (processor time)", quick=False),
+    Rung("nvrtc-edit-cu", "flexops", "an edit of that .cu's kernel by flexops.load without nvcc (processor time)", quick=False),
+    Rung("nvrtc-edit-cu-host", "flexops", "an edit of the rest of that .cu by flexops.load without nvcc (processor time)", quick=False),
     Rung("flexops-aot", "flexops", "all operators ahead of time, CPU and one architecture"),
     Rung("flexops-import", "flexops", "import flexops, beyond torch"),
     *(Rung(f"family-{spec.name}", "flexops", f"{spec.name}, cold, one architecture", quick=False, family=spec.name) for spec in catalog.CATALOG),
@@ -120,6 +122,8 @@ COMPARISONS: tuple[tuple[str, str, str], ...] = (
     ("warm, new process: cpp_extension.load / flexops", "torch-warm", "flexops-warm"),
     ("an edit of a pybind11 .cpp, processor time: cpp_extension.load / flexops.load", "torch-edit-cpp", "flexops-edit-cpp"),
     ("an edit of a .cu with torch/extension.h, processor time: cpp_extension.load / flexops.load", "torch-edit-cu", "flexops-edit-cu"),
+    ("an edit of that .cu's kernel, processor time: cpp_extension.load / flexops.load without nvcc", "torch-edit-cu", "nvrtc-edit-cu"),
+    ("an edit of the rest of that .cu, processor time: cpp_extension.load / flexops.load without nvcc", "torch-edit-cu", "nvrtc-edit-cu-host"),
     ("flexops: all architectures / one", "flexops-all-archs", "flexops-cold"),
 )
 """(what is compared, the rung that is expected to be slower, the faster one)."""
@@ -165,6 +169,7 @@ def run(
     rungs = [rung for rung in RUNGS if not only or rung.id in only or rung.id in known]
     with tempfile.TemporaryDirectory(prefix="flexops-bench-") as scratch:
         runner = Runner(tools, Path(scratch), architecture, ";".join(ladder.architectures))
+        runner.only = only
         for number, rung in enumerate(rungs):
             if report and rung.id not in known:
                 report(number, len(rungs), f"{rung.side}: {rung.label}")
@@ -203,7 +208,7 @@ def _known(earlier: Ladder | None, ladder: Ladder, only: Sequence[str]) -> dict[
 def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
     if quick and not rung.quick:
         return Measurement(rung, None, "left out by --quick")
-    if (rung.side == "torch" or rung.id.endswith("-cu")) and runner.cuda is None:
+    if (rung.side == "torch" or rung.id == "flexops-edit-cu") and runner.cuda is None:
         return Measurement(rung, None, "no nvcc here")
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")

@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ _Environment = Mapping[str, "str | None"]
 
 
 class Runner:
-    """Runs single rungs in a scratch directory, with one toolchain."""
+    """Runs single rungs in a scratch directory, with one toolchain. ``only``: the rungs that are asked for, if not all."""
+
+    only: Sequence[str] = ()
 
     def __init__(self, tools: Toolchain, scratch: Path, one: str, everything: str) -> None:
         if tools.host is None or tools.torch is None:
@@ -44,7 +46,7 @@ class Runner:
 
     def measure(self, rung_id: str) -> float:
         """Seconds for one rung."""
-        if side_and_kind := re.fullmatch(r"(torch|flexops)-edit-(cpp|cu)", rung_id):
+        if side_and_kind := re.fullmatch(r"(torch|flexops|nvrtc)-edit-(cpp|cu|cu-host)", rung_id):
             return self.edit(*side_and_kind.groups())
         return {
             "torch-baseline": lambda: self.conventional("setuptools", self.all, jobs=1),
@@ -144,7 +146,9 @@ class Runner:
     def edit(self, side: str, kind: str) -> float:
         """Processor time of building anew after an edit, of both by turns; the machine may have other work, so the clock on the wall says little."""
         if kind not in self._edited:
-            self._edited[kind] = {"torch": [], "flexops": []} if self.cuda else {"flexops": []}
+            sides = [one for one in ("torch", "flexops", "nvrtc") if not self.only or f"{one}-edit-{kind}" in self.only]
+            takes = {"cpp": ("torch", "flexops"), "cu": ("torch", "flexops", "nvrtc"), "cu-host": ("nvrtc",)}[kind]
+            self._edited[kind] = {one: [] for one in takes if one in sides and (one != "torch" or self.cuda)}
             for number in range(EDITS + 1):  # the first is the first build, which for flexops precompiles torch's headers as well
                 for one, measured in self._edited[kind].items():
                     seconds = self._edit(one, kind, number)
@@ -154,14 +158,18 @@ class Runner:
     def _edit(self, side: str, kind: str, number: int) -> float:
         place = self.scratch / f"{side}-edit-{kind}"
         place.mkdir(exist_ok=True)
-        source = place / EDITED[kind].name
-        source.write_text(EDITED[kind].read_text(encoding="utf-8").replace("EDITED", str(number)), encoding="utf-8")
+        edited = EDITED[kind.partition("-")[0]]
+        source, text = place / edited.name, edited.read_text(encoding="utf-8")
+        if kind == "cu-host":  # an edit of what is not the kernel
+            text = text.replace("EDITED", "0").replace("<float>(factor)", f"<float>(factor + {number})")
+        source.write_text(text.replace("EDITED", str(number)), encoding="utf-8")
         request = {"name": source.stem, "sources": [str(source)], "directory": str(place), "library_dir": str(self.library_dir)}
         if side == "torch":
             assert self.cuda is not None
             return float(self._conventional_child({**request, "mode": "load", "cuda_home": str(self.cuda.root)}, self.one)["processor"])
         cache, request["cuda"] = self.scratch / "flexops-edits", self.cuda.version.major_minor if self.cuda else ""
-        return float(self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "1" if kind == "cpp" else "auto"})["processor"])
+        request["device_compiler"] = "nvrtc" if side == "nvrtc" else "nvcc"
+        return float(self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "auto" if (side, kind) == ("flexops", "cu") else "1"})["processor"])
 
     # ---- both ---------------------------------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def _load_sources(request: dict[str, Any]) -> dict[str, Any]:
     import flexops
 
     started, used = time.perf_counter(), os.times()
-    flexops.load(request["name"], request["sources"], extra_ldflags=[f"-L{request['library_dir']}"])
+    flexops.load(request["name"], request["sources"], extra_ldflags=[f"-L{request['library_dir']}"], device_compiler=request["device_compiler"])
     return {"seconds": time.perf_counter() - started, "processor": sum(os.times()[:4]) - sum(used[:4])}
 
 

@@ -6,6 +6,7 @@ no subprocess, no lock and no write. The same name may be loaded again in one pr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.machinery
 import importlib.util
@@ -13,16 +14,17 @@ import itertools
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .. import _fork, toolchain, trust
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
-from ..settings import Settings
-from .cache import Entry, replacing
+from ..settings import DeviceCompiler, Settings
+from .cache import BuildCache, Entry, replacing
 from .entry import cannot_run
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from .loader import open_cache
@@ -32,6 +34,8 @@ from .plan import BuildPlan
 if TYPE_CHECKING:
     from ..compute_capability import Architecture
     from .compiler import Progress
+    from .extension_nvrtc import Prepared
+    from .program import Program
 
 
 class ExtensionBuildError(CompileError, RuntimeError):
@@ -57,6 +61,7 @@ class PathError(FlexopsError, ValueError):
 _lock = _fork.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}
 _numbers = itertools.count()
+_given: dict[str, tuple[Program, ...]] = {}  # path of each library opened -> the device code that it asks for
 _opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
 
 
@@ -75,6 +80,7 @@ def load(
     is_python_module: bool = True,
     is_standalone: bool = False,
     keep_intermediates: bool = True,
+    device_compiler: Literal["auto", "nvcc", "nvrtc"] | None = None,
 ) -> ModuleType | str:
     """Compile C++ and CUDA sources, unless that has been done before, and load the result. A drop-in for torch's function of this name.
 
@@ -90,6 +96,8 @@ def load(
         is_python_module: import the result as a Python module; otherwise it is opened as a plain library, whose operators then are in ``torch.ops``.
         is_standalone: build an executable; needs ``is_python_module=False``.
         keep_intermediates: keep compiled objects in the cache, so that an edit of one of several sources compiles that one only.
+        device_compiler: what compiles ``.cu`` sources: ``nvcc``, ``nvrtc`` (without nvcc: docs/splitting.md says what it takes), or ``auto``: nvcc where one
+            matches torch, else nvrtc. By default what ``FLEXOPS_DEVICE_COMPILER`` says.
 
     Returns:
         The module; or the path of the opened library; or, if ``is_standalone``, the path of the executable.
@@ -118,6 +126,7 @@ def load(
         is_python_module=is_python_module,
         is_standalone=is_standalone,
         keep_objects=keep_intermediates,
+        device_compiler=device_compiler or "",
     )
     return load_request(request, build_directory=build_directory, verbose=verbose)
 
@@ -130,7 +139,7 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
     if verbose:
         chosen = chosen._replace(log="debug")
-    entry = obtain(request, chosen._replace(pch="1") if precompile else chosen)
+    entry, programs = obtain(request, chosen._replace(pch="1") if precompile else chosen)
     if chosen.record:
         from . import record
 
@@ -141,11 +150,17 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     with _lock.held():
         if _opened.get(str(path), entry.manifest.key) != entry.manifest.key:
             path = entry.library  # the linker gives the old library for a path that it has open
+        if programs and _given.setdefault(str(path), programs) != programs:
+            path = _copied(path, programs)  # one that is open has the kernels of another text
         _opened[str(path)] = entry.manifest.key
         try:
-            if request.is_python_module:
-                return _imported(request.name, path)
-            _open(path)
+            fresh = (request.name, str(path)) not in _modules
+            module: ModuleType | str = _imported(request.name, path) if request.is_python_module else _opened_library(path)
+            if programs and fresh:
+                from . import extension_nvrtc
+
+                extension_nvrtc.attach(path, programs)
+            return module
         except (ImportError, OSError) as error:
             if refusal := cannot_run(path):
                 raise CacheError(f"extension {request.name} cannot be loaded", found=refusal.reason, fix=refusal.fix) from error
@@ -155,13 +170,69 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
                 kind = ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
                 raise kind(f"extension {request.name} was built, but {found.cause}", found=found.error, fix=found.fix) from error
             raise
-        return str(path)
 
 
-def obtain(request: Request, chosen: Settings) -> Entry:
-    """The cache entry of an extension, built if it is not there."""
+def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ...]]:
+    """The cache entry of an extension, built if it is not there; and the device code that its library asks for, if NVRTC compiles that."""
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
+    if request.with_cuda and (prepared := _without_nvcc(request, tools, chosen)):
+        from . import extension_nvrtc
+
+        entry = _built(prepared.request, prepared.tools, chosen, cache)
+        programs = extension_nvrtc.wanted_of(prepared.programs, entry.library)
+        try:
+            extension_nvrtc.compile_kernels(programs, cache, chosen)
+        except CompileError as error:
+            raise _of_extension(error) from error
+        return entry, programs
+    return _built(request, tools, chosen, cache), ()
+
+
+def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> Prepared | None:
+    """The request as it is built without nvcc; None if nvcc builds it, or would have to and is not there.
+
+    Raises:
+        ToolchainError: there is no nvcc, and a source that needs it.
+    """
+    asked = request.device_compiler or chosen.device_compiler
+    if asked not in get_args(DeviceCompiler):
+        raise ValueError(f"extension {request.name}: device_compiler is one of {', '.join(get_args(DeviceCompiler))}, not {asked!r}")
+    torch = tools.torch
+    if asked == "nvcc" or (asked == "auto" and tools.cuda) or torch is None or not torch.cuda:
+        return None
+    from ..toolchain import runtime_headers
+    from . import extension_nvrtc
+
+    cuda = tools.cuda or runtime_headers.find(chosen, torch)
+    lacking = toolchain.missing(tools, "cuda") if tools.cuda is None else None
+    if cuda is None:
+        return None
+    try:
+        return extension_nvrtc.prepare(request, tools, torch, cuda)
+    except ToolchainError as problem:
+        if lacking is None:
+            raise
+        found = f"no nvcc; {problem.found}" if problem.found else "no nvcc"
+        raise ToolchainError(problem.what, found=found, required=problem.required, fix=lacking.fix) from None
+
+
+def _of_extension(error: CompileError) -> ExtensionBuildError:
+    return ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
+
+
+def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
+    """A copy of a library, which the process opens beside the first: its host code is the same, its kernels are not."""
+    known = next((Path(copy) for copy, given in _given.items() if given == programs and os.path.basename(copy) == path.name), None)
+    if known is None:
+        known = Path(tempfile.mkdtemp(prefix="flexops-")) / path.name
+        atexit.register(shutil.rmtree, known.parent, ignore_errors=True)
+        shutil.copy2(path, known)
+        _given[str(known)] = programs
+    return known
+
+
+def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache) -> Entry:
     plan, notes = _planned(request, tools, chosen)
     if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry
@@ -178,8 +249,7 @@ def obtain(request: Request, chosen: Settings) -> Entry:
     with _shown(plan.name, chosen) as progress:
         result = build(request, plan, tools, python_build(), cache, chosen, progress)
         if isinstance(result.error, CompileError):
-            error = result.error
-            raise ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
+            raise _of_extension(result.error)
         entry = result.require()
     if line := extension_advice.split_device_code(plan, request, result.seconds):
         progress_lines.say(line, chosen.log)
@@ -315,7 +385,8 @@ def _imported(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _open(path: Path) -> None:
+def _opened_library(path: Path) -> str:
     import torch
 
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call, unused-ignore]
+    return str(path)

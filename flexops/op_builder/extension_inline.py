@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from .extension import absolute, check_request, load_request
 from .extension_plan import Request, arguments
@@ -34,6 +35,7 @@ def load_inline(
     keep_intermediates: bool = True,
     use_pch: bool = False,
     no_implicit_headers: bool = False,
+    device_compiler: Literal["auto", "nvcc", "nvrtc"] | None = None,
 ) -> ModuleType | str:
     """Compile C++ and CUDA source text and load the result. A drop-in for torch's function of this name; see ``flexops.load`` for the rest.
 
@@ -45,6 +47,7 @@ def load_inline(
         with_pytorch_error_handling: let torch turn C++ exceptions into Python's, not pybind11 alone.
         use_pch: have torch's headers precompiled before this one is compiled. Without it, they are precompiled in the background, for the next.
         no_implicit_headers: leave the includes to the sources.
+        device_compiler: as in ``flexops.load``.
     """
     check_request(name, is_python_module, False, bool(with_sycl or sycl_sources or extra_sycl_cflags))
     texts = [(CPP_NAME, cpp_text(cpp_sources, functions, implicit_headers=not no_implicit_headers, error_handling=with_pytorch_error_handling))]
@@ -61,6 +64,7 @@ def load_inline(
         with_cuda=bool(cuda_sources) if with_cuda is None else with_cuda,
         is_python_module=is_python_module,
         keep_objects=keep_intermediates,
+        device_compiler=device_compiler or "",
     )
     return load_request(request, build_directory=build_directory, verbose=verbose, precompile=use_pch)
 

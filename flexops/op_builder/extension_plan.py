@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ToolchainError
+from .layout import csrc_root
 from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots, environment_identity, for_nvcc
 
 if TYPE_CHECKING:
@@ -21,13 +22,13 @@ NVCC_TORCH_STEP_BYTES = 4608 * MIB  # nvcc 13.0 on a source with torch/extension
 CUDA_SUFFIXES = (".cu", ".cuh")
 
 _EXTENSION_DEFINE = "-DTORCH_API_INCLUDE_EXTENSION_H"
-_NVCC_FLAGS = (
+NVCC_DEFINES = (
     "-D__CUDA_NO_HALF_OPERATORS__",
     "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
     "-D__CUDA_NO_HALF2_OPERATORS__",
-    "--expt-relaxed-constexpr",
 )
+_NVCC_FLAGS = (*NVCC_DEFINES, "--expt-relaxed-constexpr")
 
 
 class PythonBuild(NamedTuple):
@@ -56,6 +57,8 @@ class Request(NamedTuple):
         with_cuda: whether CUDA's (or HIP's) headers and libraries are used.
         is_python_module, is_standalone: as in torch.
         keep_objects: whether objects are kept for the next build.
+        device_compiler: ``nvcc`` or ``nvrtc`` for the CUDA sources; "" leaves it to the settings.
+        halves, halves_cflags: the texts that are the host's halves of CUDA sources, and what they are compiled with in the place of ``cflags``.
     """
 
     name: str
@@ -69,6 +72,9 @@ class Request(NamedTuple):
     is_python_module: bool = True
     is_standalone: bool = False
     keep_objects: bool = True
+    device_compiler: str = ""
+    halves: tuple[str, ...] = ()
+    halves_cflags: tuple[str, ...] = ()
 
     @property
     def library(self) -> str:
@@ -218,7 +224,8 @@ def _values(words: list[str], short: str, long: str) -> list[str]:
 
 def _anchors(request: Request, toolchain: Toolchain, python: PythonBuild) -> tuple[tuple[str, str], ...]:
     directories = dict.fromkeys([*(str(source.parent) for source in request.sources), *request.include_dirs])
-    own = [(Path(path), f"<dir{number}>") for number, path in enumerate(directories) if path != "/"]
+    own = [(csrc_root(), "<csrc>")] if request.halves else []
+    own += [(Path(path), f"<dir{number}>") for number, path in enumerate(directories) if path != "/"]
     return anchors(toolchain, "cuda" if request.with_cuda else "cpu", *own, (python.include, "<python>"))
 
 
@@ -253,7 +260,7 @@ def _compile_steps(
 ) -> list[Step]:
     assert toolchain.host is not None  # _require() has looked
     common = (*defines(request), *_user_includes(request), *_system_includes(torch, cuda, python))
-    host = (str(toolchain.host.path), *common, *arguments_for_torch(torch, python), *request.cflags)
+    host = (str(toolchain.host.path), *common, *arguments_for_torch(torch, python))
     device = _nvcc_command(request, toolchain, torch, cuda, python, common, architectures) if cuda else ()
     steps = []
     for source, output in zip(request.inputs, object_names(request.inputs, torch), strict=True):
@@ -261,7 +268,8 @@ def _compile_steps(
         if device and is_cuda(source):
             steps.append(Step("device", output, (source,), (*device, *tail), NVCC_TORCH_STEP_BYTES))
         else:
-            steps.append(Step("host", output, (source,), (*host, *tail), TORCH_HEADER_STEP_BYTES))
+            own = ("-idirafter", str(csrc_root()), *request.halves_cflags) if source in request.halves else request.cflags
+            steps.append(Step("host", output, (source,), (*host, *own, *tail), TORCH_HEADER_STEP_BYTES))
     return steps
 
 

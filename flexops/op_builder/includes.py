@@ -45,7 +45,7 @@ def _scan(header: str, text: str, folder: str, include_dirs: Sequence[str], seen
             verdict = _follow(header, rest, folder, include_dirs, seen)
             if verdict != "not reached":
                 return verdict
-        elif word != "pragma" or not _HARMLESS_PRAGMA.match(rest):
+        elif word != "line" and (word != "pragma" or not _HARMLESS_PRAGMA.match(rest)):
             return "unclear"
     return "not reached"
 
@@ -55,7 +55,7 @@ def _follow(header: str, rest: str, folder: str, include_dirs: Sequence[str], se
     if match is None:
         return "unclear"  # the name is a macro
     name = match[1] or match[2]
-    path = _resolve(name, folder if match[2] else None, include_dirs)
+    path = resolve(name, folder if match[2] else None, include_dirs)
     if path is None:
         return "reached" if name == header else "not reached"
     if path in seen:
@@ -67,7 +67,7 @@ def _follow(header: str, rest: str, folder: str, include_dirs: Sequence[str], se
 def _collect(text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None]) -> None:
     for word, rest in _directives(text):
         match = _FILE.match(rest) if word == "include" else None
-        path = _resolve(match[1] or match[2], folder if match[2] else None, include_dirs) if match else None
+        path = resolve(match[1] or match[2], folder if match[2] else None, include_dirs) if match else None
         if path and path not in found:
             found[path] = None
             _collect(_read(path), os.path.dirname(path), include_dirs, found)
@@ -85,7 +85,7 @@ def _guard(directives: Sequence[tuple[str, str]]) -> bool:
     return directives[0][1] == directives[1][1]
 
 
-def _resolve(name: str, folder: str | None, include_dirs: Sequence[str]) -> str | None:
+def resolve(name: str, folder: str | None, include_dirs: Sequence[str]) -> str | None:
     for directory in (*((folder,) if folder else ()), *include_dirs):
         path = os.path.normpath(os.path.join(directory, name))
         if os.path.isfile(path):

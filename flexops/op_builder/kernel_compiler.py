@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import _fork
 from ..errors import CompileError
 from .json_child import JsonChild
+from .kernel_names import alike
 from .kernel_plan import OPTIONS, KernelPlan
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Worker:
         answer = self._nvrtc(plan, output, time_limit) if self.compiler.kind == "nvrtc" else self._nvcc(plan, output, time_limit)
         if "error" in answer:
             raise _failed(plan, answer["error"], answer.get("log", ""))
+        if plan.symbols:
+            _require_same(plan, answer["symbol"].split("\n"))
         return answer["symbol"], resources_in(answer.get("log", ""), answer["symbol"])
 
     def stop(self) -> None:
@@ -62,8 +65,10 @@ class Worker:
             self._child.stop()
 
     def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
-        options = [f"--gpu-architecture={plan.architecture.code}", *OPTIONS, *plan.options, *(f"-I{path}" for _, path in plan.roots)]
-        job = {"source": plan.source, "expression": plan.expression, "options": options, "ptx": not plan.architecture.sass, "output": str(output)}
+        usual = [one for one in OPTIONS if not (one.startswith("--std=") and any(mine.startswith("--std=") for mine in plan.options))]
+        options = [f"--gpu-architecture={plan.architecture.code}", *usual, *plan.options, *(f"-I{path}" for _, path in plan.roots)]
+        job: dict[str, object] = {"source": plan.source, "expressions": plan.expressions or (plan.expression,), "options": options}
+        job |= {"ptx": not plan.architecture.sass, "output": str(output), "empty": plan.standard}
         if self._child is None:
             self._child = JsonChild(_WORKER, str(self.compiler.path), str(self.compiler.builtins))
         try:
@@ -97,6 +102,15 @@ class Worker:
         return {"symbol": _symbol_in(output), "log": said + errors}
 
 
+def _require_same(plan: KernelPlan, symbols: list[str]) -> None:
+    """Host and device have each compiled a half of a source: what both call a kernel has its template's arguments and its parameters' types in it."""
+    for expression, host, device in zip(plan.expressions, plan.symbols, symbols, strict=True):
+        if alike(host) != alike(device):
+            found = f"{host} for the host compiler, {device} for {plan.compiler}"
+            what = f"{plan.expression}: the kernel {expression} is not one and the same to both compilers"
+            raise CompileError(what, found=found, required="nvcc for such a source")
+
+
 def _symbol_in(code: Path) -> str:
     """The one kernel's symbol in a cubin, or in PTX."""
     content = code.read_bytes()
@@ -113,7 +127,7 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
 
         fix = nvrtc_fix(plan.compiler.version)
     elif lines:
-        fix = "mend the line named above"
+        fix = "mend the line named above" + ("; if nvcc takes it, NVRTC lacks what it names: device_compiler='nvcc'" if plan.expressions else "")
     return CompileError(f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix)
 
 

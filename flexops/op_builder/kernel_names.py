@@ -90,6 +90,23 @@ def demangled(mangled: str) -> str:
         free(found)
 
 
+def alike(symbol: str) -> str:
+    """A symbol without what compilers call unnamed namespaces and internal linkage, which is theirs alone."""
+    found: list[str] = []
+    position = 0
+    while position < len(symbol):
+        number = re.match(r"\d+", symbol[position:])
+        if number and symbol[position + number.end() :].startswith("_GLOBAL__N_"):
+            found.append("_GLOBAL_")
+            position += number.end() + int(number[0])
+        elif symbol[position] == "L" and symbol[position + 1 : position + 2].isdigit():
+            position += 1
+        else:
+            found.append(symbol[position])
+            position += 1
+    return "".join(found)
+
+
 def fitted(expression: str, architecture: Architecture) -> Architecture | None:
     """The architecture that a kernel is compiled for, to run where ``architecture`` does; None if it does not run there.
 

@@ -37,6 +37,8 @@ class KernelPlan(NamedTuple):
         roots: what includes are relative to, with their names.
         files: the headers that it reaches, relocatable name -> sha256.
         options: of this kernel alone, as NVRTC spells them.
+        expressions, symbols: of a program with several kernels, as C++ names them and as the host compiler mangled them; ``expression`` then names the program.
+        standard: headers that it finds and that have nothing in them.
     """
 
     name: str
@@ -48,6 +50,9 @@ class KernelPlan(NamedTuple):
     roots: Roots
     files: Digests
     options: tuple[str, ...] = ()
+    expressions: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()
+    standard: tuple[str, ...] = ()
 
     @property
     def file_name(self) -> str:

@@ -4,8 +4,10 @@
 
 Reads jobs from standard input, one JSON object a line, and answers each with one line:
 
-    {"source": "...", "expression": "flexops::rope::rotate<float>", "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE"}
-    {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}         the code is in FILE
+    {"source": "...", "expressions": ["flexops::rope::rotate<float>"], "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE", "empty": []}
+    {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}         the code is in FILE; of several, a symbol a line
+
+``empty``: headers that there is nothing in.
     {"error": "...", "log": "..."}
 
 NVRTC holds a lock while it compiles, so what shall run at the same time runs in several of these.
@@ -24,21 +26,28 @@ class Nvrtc:
 
     def compile(self, job: dict[str, object]) -> dict[str, str]:
         lib, program = self.library, ctypes.c_void_p()
-        source, expression, options = str(job["source"]).encode(), str(job["expression"]).encode(), [str(option).encode() for option in job["options"]]  # type: ignore[attr-defined]
-        self._check(lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None))
+        source = str(job["source"]).encode("utf-8", "surrogateescape")
+        expressions, options, empty = ([str(item).encode() for item in job[name]] for name in ("expressions", "options", "empty"))  # type: ignore[attr-defined]
+        texts = ((ctypes.c_char_p * len(empty))(*[b""] * len(empty)), (ctypes.c_char_p * len(empty))(*empty)) if empty else (None, None)
+        self._check(lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", len(empty), *texts))
         try:
-            self._check(lib.nvrtcAddNameExpression(program, expression))
+            for expression in expressions:
+                self._check(lib.nvrtcAddNameExpression(program, expression))
             status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
             log = self._get("ProgramLog", program).decode(errors="replace").rstrip("\0\n")
             if status:
                 return {"error": lib.nvrtcGetErrorString(status).decode(), "log": log}
-            symbol = ctypes.c_char_p()
-            self._check(lib.nvrtcGetLoweredName(program, expression, ctypes.byref(symbol)))
+            symbols = [self._symbol(program, expression) for expression in expressions]
             with open(str(job["output"]), "wb") as stream:
                 stream.write(self._get("PTX" if job["ptx"] else "CUBIN", program))
-            return {"symbol": (symbol.value or b"").decode(), "log": log}
+            return {"symbol": "\n".join(symbols), "log": log}
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _symbol(self, program: ctypes.c_void_p, expression: bytes) -> str:
+        symbol = ctypes.c_char_p()
+        self._check(self.library.nvrtcGetLoweredName(program, expression, ctypes.byref(symbol)))
+        return (symbol.value or b"").decode()
 
     def _get(self, what: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()

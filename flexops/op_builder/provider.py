@@ -21,6 +21,7 @@ from . import counters, kernel_names, kernel_plan, layout, loader, provider_text
 from .cache import Entry, read_entry
 from .cache_key import Digests
 from .manifest import Refusal
+from .program import Program
 from .spec import OpSpec
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-AnyKernel = FamilyKernel | kernel_plan.TextKernel
+AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program
 
 
 class DriverError(RuntimeError):
@@ -90,15 +91,19 @@ class Driver:
         self.library.cuDriverGetVersion(ctypes.byref(version))  # needs no device, and cannot fail
         return Version((version.value // 1000, version.value % 1000 // 10))
 
-    def load(self, code: bytes, symbol: str) -> int:
-        """A CUkernel: valid on every GPU that can run the code, each of which loads it at its first launch."""
-        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    def load(self, code: bytes, symbols: Iterable[str]) -> list[int]:
+        """A CUkernel for each symbol: valid on every GPU that can run the code, each of which loads it at its first launch."""
+        library = ctypes.c_void_p()
         self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
         try:
-            self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
+            return [self._kernel(library, symbol) for symbol in symbols]
         except DriverError:
             self.library.cuLibraryUnload(library)
             raise
+
+    def _kernel(self, library: ctypes.c_void_p, symbol: str) -> int:
+        kernel = ctypes.c_void_p()
+        self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
         return kernel.value or 0
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
@@ -128,6 +133,11 @@ def driver() -> Driver:
 
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
     """Let a library that is loaded ask for its kernels."""
+    give(library, lambda name, capability: load(_called(spec, name, made), capability))
+
+
+def give(library: Path, find: Callable[[bytes, ComputeCapability], int]) -> None:
+    """Let a library that is loaded ask ``find`` for its kernels: each once for GPUs of one capability."""
     handles: dict[tuple[bytes, ComputeCapability], int] = {}
 
     def provide(name: bytes, device: int, error: int, error_size: int) -> int | None:
@@ -136,7 +146,7 @@ def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) 
             with _lock.held():
                 known = handles.get((name, capability))
                 if known is None:
-                    known = handles[name, capability] = load(_called(spec, name, made), capability)
+                    known = handles[name, capability] = find(name, capability)
             return known
         except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
             text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
@@ -198,7 +208,12 @@ def ptx(capability: ComputeCapability) -> Iterator[str]:
 
 
 def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
-    """A CUkernel for GPUs of one capability: of code that is there, or is compiled now.
+    """A CUkernel for GPUs of one capability; raises as ``load_all``."""
+    return load_all(kernel, capability)[0]
+
+
+def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
+    """The CUkernels of a program, for GPUs of one capability: of code that is there, or is compiled now.
 
     Raises:
         NativeUnavailableError: there is none, for the reasons that it names.
@@ -208,8 +223,8 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
     mend = ""
     for entry in _entries(kernel, capability, refusals):
         try:
-            loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol)  # PTX is a text, and ends so
-            if settings.current().record and not (isinstance(kernel, FamilyKernel) and kernel.text):
+            loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n"))  # PTX is a text, and ends so
+            if settings.current().record and not isinstance(kernel, Program) and not (isinstance(kernel, FamilyKernel) and kernel.text):
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
@@ -276,7 +291,7 @@ def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[R
             logging.getLogger("flexops").warning("%s", note)
         yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
     except FlexopsError as error:
-        if isinstance(error, CompileError) and isinstance(kernel, kernel_plan.TextKernel):
+        if isinstance(error, CompileError) and not isinstance(kernel, FamilyKernel):
             raise
         refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
 

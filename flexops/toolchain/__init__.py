@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .architectures import ArchitectureChoice, resolve_architectures
     from .capabilities import local_capabilities
     from .compat import driver_supports, supported_capabilities
-    from .diagnosis import missing, no_device_compiler, toolkit_fix
+    from .diagnosis import missing, no_device_compiler, nvrtc_fix, toolkit_fix
     from .discovery import device_compiler, discover
     from .installed_torch import torch_build
 
@@ -27,6 +27,7 @@ _HOME = {
     "local_capabilities": ".capabilities",
     "missing": ".diagnosis",
     "no_device_compiler": ".diagnosis",
+    "nvrtc_fix": ".diagnosis",
     "resolve_architectures": ".architectures",
     "runs_on": "..compute_capability",
     "supported_capabilities": ".compat",
@@ -46,6 +47,7 @@ __all__ = [
     "local_capabilities",
     "missing",
     "no_device_compiler",
+    "nvrtc_fix",
     "resolve_architectures",
     "resources",
     "runs_on",

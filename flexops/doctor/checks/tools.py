@@ -65,7 +65,7 @@ def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit:
     error = missing(tools, "cuda")
     what, required, fix = (error.what, error.required, error.fix) if error else ("no toolkit was found", "ROCm", "flexops target detect")
     if not torch.hip:
-        return ok("toolkit", "none; only flexops.load of your own .cu sources needs one", f"{required}: {fix}")
+        return ok("toolkit", "none; flexops.load compiles your own .cu sources with NVRTC, but for what needs nvcc (docs/splitting.md)", f"{required}: {fix}")
     details = f"{what}; {error.found}" if error and error.found else what
     if not needed:
         return ok("toolkit", "none; every operator is compiled already")

@@ -6,6 +6,7 @@
      STAND_IN_CUDA       what cuDriverGetVersion says: 13000
      STAND_IN_SMS        multiprocessors of each
      STAND_IN_CLUSTERS   how many clusters run at once
+     STAND_IN_PARAMETERS set: each launch's parameters are told, too
      STAND_IN_REFUSE     "cuLaunchKernelEx=719": that call fails so, always; "cuLaunchKernelEx=719@2": at its second call only
      STAND_IN_TRANSLATOR a command that is given the path of a PTX file and prints that of a library with its kernels */
 #define _GNU_SOURCE
@@ -289,12 +290,37 @@ static int run(const Kernel* kernel, const Config* c, void** arguments, void** e
   return failed ? LAUNCH_FAILED : OK;
 }
 
+/* The parameters' bytes as the real driver copies them: as many of each as the code says that it takes. */
+static void say_parameters(const Kernel* kernel, void** arguments) {
+  const char* path = getenv("STAND_IN_LOG");
+  const Elf64_Shdr* info = kernel->library->text ? 0 : section(kernel->library->code, ".nv.info.", kernel->symbol);
+  FILE* file = info && getenv("STAND_IN_PARAMETERS") && path ? fopen(path, "a") : 0;
+  if (!file) return;
+  fprintf(file, "parameters %s", kernel->symbol);
+  for (unsigned wanted = 0, found = 1; found; ++wanted) {
+    found = 0;
+    for (const char *at = kernel->library->code + info->sh_offset, *end = at + info->sh_size; at + 4 <= end;) {
+      const unsigned form = (unsigned char)at[0], kind = (unsigned char)at[1], size = *(const uint16_t*)(at + 2);
+      if (form == 4 && kind == 0x17 && *(const uint16_t*)(at + 8) == wanted) {  /* EIATTR_KPARAM_INFO */
+        const unsigned bytes = *(const unsigned*)(at + 12) >> 18;
+        fprintf(file, " ");
+        for (unsigned i = 0; i < bytes; ++i) fprintf(file, "%02x", ((unsigned char*)arguments[wanted])[i]);
+        found = 1;
+      }
+      at += form == 4 ? 4 + size : 4;
+    }
+  }
+  fprintf(file, "\n");
+  fclose(file);
+}
+
 int cuLaunchKernelEx(const Config* c, void* handle, void** arguments, void** extra) {
   ENTER_CONTEXT(cuLaunchKernelEx);
   const Kernel* kernel = handle;
   const int wrong = judge(kernel, c);
   const unsigned n[9] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1] * c->block[2], c->shared, cluster_of(c), (unsigned)context, (unsigned)wrong};
   say("launch %s grid %u %u %u block %u %u shared %u cluster %u gpu %u status %u\n", kernel->symbol, n);
+  if (!wrong) say_parameters(kernel, arguments);
   return wrong || !kernel->library->emulate ? wrong : run(kernel, c, arguments, extra);
 }
 

@@ -1,0 +1,89 @@
+// What the host's half of somebody's own `.cu` calls where NVRTC compiles the device's (flexops/op_builder/cuda_source.py): a kernel's body
+// is launch<Stub>(arguments...), and `k<<<grid, block, bytes, stream>>>(x)` is `(configure(grid, block, bytes, stream), k(x))`, as nvcc has
+// it.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+
+// Nothing of this may be shared between two libraries of one process: each has its own kernels.
+#pragma GCC visibility push(hidden)
+
+#define FLEXOPS_CUDACC 1
+#define FLEXOPS_EXTENSION 1
+#include "common/launch.h"
+
+namespace flexops_extension {
+
+struct Configuration {
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+  cudaStream_t stream = nullptr;
+  bool set = false;
+};
+inline thread_local Configuration next;
+
+inline void configure(dim3 grid, dim3 block, size_t shared_bytes = 0, cudaStream_t stream = nullptr) {
+  next = {grid, block, shared_bytes, stream, true};
+}
+
+/// A type that is local to a kernel: its name has the kernel's in it, mangled, and the number of its source.
+template <class Stub>
+const char* name() {
+  return typeid(Stub).name();
+}
+template <class Stub>
+inline flexops::Kernel instance = {name<Stub>, {}, 0, 0};
+
+[[noreturn, gnu::cold]] inline void fail(const char* kernel, const char* what) {
+  throw std::runtime_error(std::string("a kernel could not be launched: ") + what + " (" + kernel + ")");
+}
+
+template <class Stub, typename... A>
+void launch(const A&... arguments) {
+  if (!next.set) fail(name<Stub>(), "a kernel is called by <<<grid, block>>>");
+  next.set = false;
+  void* pointers[] = {const_cast<void*>(static_cast<const volatile void*>(std::addressof(arguments)))..., nullptr};
+  const flexops::LaunchConfig config = {{next.grid.x, next.grid.y, next.grid.z},
+                                        {next.block.x, next.block.y, next.block.z},
+                                        next.stream,
+                                        static_cast<int64_t>(next.shared_bytes)};
+  flexops::detail::start(instance<Stub>, config, pointers);
+  if (const char* error = flexops::last_error()) fail(name<Stub>(), error);
+}
+
+/// cudaFuncSetAttribute of a kernel. Each launch is given the shared memory that it asks for, if the GPU has so much; how a
+/// multiprocessor's memory is divided is left to the driver.
+template <typename F>
+cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  int most = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, flexops::current_gpu());
+  return error != cudaSuccess ? error : value <= most ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace flexops_extension
+
+#pragma GCC visibility pop
+
+#undef __global__
+#define __global__ __attribute__((visibility("hidden")))
+// What stands at kernels and says nothing to the host: CUDA's and torch's headers keep these for nvcc.
+#ifndef __launch_bounds__
+#define __launch_bounds__(...)
+#endif
+#ifndef __maxnreg__
+#define __maxnreg__(...)
+#endif
+#define C10_LAUNCH_BOUNDS_0
+#define C10_LAUNCH_BOUNDS_1(...)
+#define C10_LAUNCH_BOUNDS_2(...)
