@@ -289,30 +289,31 @@ FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, fa
 __host__ __device__ __forceinline__ float flexops_pow(float x, float y) { return powf(x, y); }
 __host__ __device__ __forceinline__ double flexops_pow(double x, double y) { return pow(x, y); }
 #define pow flexops_pow
-FLEXOPS_UNARY(acos)
-FLEXOPS_UNARY(acosh) FLEXOPS_UNARY(asin) FLEXOPS_UNARY(asinh) FLEXOPS_UNARY(atan) FLEXOPS_UNARY(atanh) FLEXOPS_UNARY(cbrt)
-    FLEXOPS_UNARY(ceil) FLEXOPS_UNARY(cos) FLEXOPS_UNARY(cosh) FLEXOPS_UNARY(erf) FLEXOPS_UNARY(erfc) FLEXOPS_UNARY(exp) FLEXOPS_UNARY(exp2)
-        FLEXOPS_UNARY(expm1) FLEXOPS_UNARY(fabs) FLEXOPS_UNARY(floor) FLEXOPS_UNARY(lgamma) FLEXOPS_UNARY(log) FLEXOPS_UNARY(log10)
-            FLEXOPS_UNARY(log1p) FLEXOPS_UNARY(log2) FLEXOPS_UNARY(logb) FLEXOPS_UNARY(nearbyint) FLEXOPS_UNARY(rint) FLEXOPS_UNARY(round)
-                FLEXOPS_UNARY(sin) FLEXOPS_UNARY(sinh) FLEXOPS_UNARY(sqrt) FLEXOPS_UNARY(tan) FLEXOPS_UNARY(tanh) FLEXOPS_UNARY(tgamma)
-                    FLEXOPS_UNARY(trunc) FLEXOPS_BINARY(atan2) FLEXOPS_BINARY(copysign) FLEXOPS_BINARY(fdim) FLEXOPS_BINARY(fmax)
-                        FLEXOPS_BINARY(fmin) FLEXOPS_BINARY(fmod) FLEXOPS_BINARY(hypot) FLEXOPS_BINARY(nextafter) FLEXOPS_BINARY(remainder)
-                            FLEXOPS_BINARY(flexops_pow)
+// clang-format off
+FLEXOPS_UNARY(acos) FLEXOPS_UNARY(acosh) FLEXOPS_UNARY(asin) FLEXOPS_UNARY(asinh) FLEXOPS_UNARY(atan) FLEXOPS_UNARY(atanh)
+FLEXOPS_UNARY(cbrt) FLEXOPS_UNARY(ceil) FLEXOPS_UNARY(cos) FLEXOPS_UNARY(cosh) FLEXOPS_UNARY(erf) FLEXOPS_UNARY(erfc) FLEXOPS_UNARY(exp)
+FLEXOPS_UNARY(exp2) FLEXOPS_UNARY(expm1) FLEXOPS_UNARY(fabs) FLEXOPS_UNARY(floor) FLEXOPS_UNARY(lgamma) FLEXOPS_UNARY(log)
+FLEXOPS_UNARY(log10) FLEXOPS_UNARY(log1p) FLEXOPS_UNARY(log2) FLEXOPS_UNARY(logb) FLEXOPS_UNARY(nearbyint) FLEXOPS_UNARY(rint)
+FLEXOPS_UNARY(round) FLEXOPS_UNARY(sin) FLEXOPS_UNARY(sinh) FLEXOPS_UNARY(sqrt) FLEXOPS_UNARY(tan) FLEXOPS_UNARY(tanh)
+FLEXOPS_UNARY(tgamma) FLEXOPS_UNARY(trunc) FLEXOPS_BINARY(atan2) FLEXOPS_BINARY(copysign) FLEXOPS_BINARY(fdim) FLEXOPS_BINARY(fmax)
+FLEXOPS_BINARY(fmin) FLEXOPS_BINARY(fmod) FLEXOPS_BINARY(hypot) FLEXOPS_BINARY(nextafter) FLEXOPS_BINARY(remainder)
+FLEXOPS_BINARY(flexops_pow)
 #undef FLEXOPS_UNARY
 #undef FLEXOPS_BINARY
 
-                                namespace std {
-  using ::abs;
-  using ::fma;
-  using ::ilogb;
-  using ::isfinite;
-  using ::isinf;
-  using ::isnan;
-  using ::ldexp;
-  using ::llrint;
-  using ::llround;
-  using ::lrint;
-  using ::lround;
-  using ::scalbn;
-  using ::signbit;
+namespace std {
+using ::abs;
+using ::fma;
+using ::ilogb;
+using ::isfinite;
+using ::isinf;
+using ::isnan;
+using ::ldexp;
+using ::llrint;
+using ::llround;
+using ::lrint;
+using ::lround;
+using ::scalbn;
+using ::signbit;
 }  // namespace std
+// clang-format on
