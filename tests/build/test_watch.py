@@ -102,6 +102,21 @@ def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path: Pat
     assert found.status == 3
 
 
+@pytest.mark.parametrize(("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)])
+def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: int) -> None:
+    """Its threads are waited for, what it left to the end is done, and its status is its own."""
+    (tmp_path / "ends.py").write_text(
+        "import atexit, sys, threading, time\natexit.register(print, 'at the end')\n"
+        f"threading.Thread(target=lambda: (time.sleep(0.3), print('a thread'))).start()\nprint('the program', end=' ')\n{last}\n"
+    )
+    child = [sys.executable, str(Path(watching.__file__).with_name("watching_child.py"))]
+    line = f'["python", "{tmp_path}/ends.py"]\n'
+    done = subprocess.run(child, input=line, capture_output=True, text=True, env=child_environment(PYTHONPATH=str(tmp_path / "none")))
+    assert done.stdout == "the program a thread\nat the end\n", done.stderr
+    assert done.returncode == code, done.stderr
+    assert ("a text" in done.stderr) == ("text" in last)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
