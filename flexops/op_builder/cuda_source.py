@@ -482,6 +482,8 @@ class _Halves:
             token = tokens[number]
             if token.text == "cudaFuncSetAttribute":
                 host.append(_Edit(token.start, token.end, f"{NAMESPACE}::set_attribute"))
+            elif token.text == "__noinline__":  # to libstdc++ a word, which must not be a macro
+                host.append(_Edit(token.start, token.end, "__attribute__((noinline))"))
             elif token.text == "<<<":
                 self._launch(file, number, host)
 

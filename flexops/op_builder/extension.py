@@ -204,7 +204,7 @@ def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Se
     from ..toolchain import runtime_headers
     from . import extension_nvrtc
 
-    cuda = tools.cuda or runtime_headers.find(chosen, torch)
+    cuda = runtime_headers.find(chosen, torch) or tools.cuda  # torch's own match it, and are whole
     lacking = toolchain.missing(tools, "cuda") if tools.cuda is None else None
     if cuda is None:
         return None

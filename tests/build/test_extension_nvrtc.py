@@ -468,3 +468,100 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("cell", &cell); }
     assert len(names[0].split("\n")) == 6, "two types of one kernel, four of the other"
 
 
+NV_TARGET = """
+#include <nv/target>
+#include <memory>
+int either() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return 0;), (int one = 1; return one;)) }
+int plain() { NV_IF_ELSE_TARGET(NV_IS_HOST, return 1; , int none = 0; return none;) }
+int only() { NV_IF_TARGET(NV_PROVIDES_SM_90, (return 0;)) NV_IF_TARGET(NV_IS_HOST, (return 1;)) return 0; }
+int nested() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, return 0; , NV_IF_ELSE_TARGET(NV_PROVIDES_SM_80, return 0;, return 1;)) }
+int main() { return either() + plain() + only() + nested() == 4 ? 0 : 1; }
+"""
+
+
+def test_headers_that_a_cuda_torch_does_not_bring_mean_the_host(tmp_path: Path, host_compiler: HostCompiler) -> None:
+    """CUDA 13's runtime wheel has neither crt/ nor nv/, which cuda_fp16.h and, by it, ATen/cuda/CUDAContext.h include."""
+    (tmp_path / "halves.cpp").write_text("#include <crt/host_defines.h>\n" + NV_TARGET)
+    built = tmp_path / "halves"
+    subprocess.run([str(host_compiler.path), "-std=c++17", str(tmp_path / "halves.cpp"), "-idirafter", str(layout.csrc_root()), "-o", str(built)], check=True)
+    assert subprocess.run([str(built)], check=False).returncode == 0
+
+
+WITH_ATEN = """#include <torch/extension.h>
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+
+#define CHECK_CUDA(x) TORCH_CHECK(x.is_cuda(), #x " must be a CUDA tensor")
+constexpr int kThreads = 256;
+
+namespace {
+template <typename scalar_t>
+__device__ __noinline__ scalar_t sigmoid(scalar_t z) { return 1.0 / (1.0 + exp(-z)); }
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    gate_forward(const torch::PackedTensorAccessor32<scalar_t, 2, torch::RestrictPtrTraits> x, scalar_t* __restrict__ out, int64_t cols) {
+  const int col = blockIdx.x * blockDim.x + threadIdx.x;
+  const int row = blockIdx.y;
+  if (col < cols) out[row * cols + col] = x[row][col] * sigmoid(x[row][col]);
+}
+
+template <typename scalar_t>
+__global__ void row_sum(const scalar_t* __restrict__ x, float* out, int cols) {
+  __shared__ float part[32];
+  float sum = 0;
+  for (int i = threadIdx.x; i < cols; i += blockDim.x) sum += static_cast<float>(x[int64_t(blockIdx.x) * cols + i]);
+  for (int k = 16; k > 0; k >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, k);
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) { float t = 0; for (int i = 0; i < blockDim.x / 32; ++i) t += part[i]; out[blockIdx.x] = t; }
+}
+}  // namespace
+
+at::Tensor gate(at::Tensor x) {
+  CHECK_CUDA(x);
+  const at::cuda::OptionalCUDAGuard guard(device_of(x));
+  auto out = at::empty_like(x);
+  const dim3 grid((x.size(1) + kThreads - 1) / kThreads, x.size(0));
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "gate", ([&] {
+    gate_forward<scalar_t><<<grid, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+        x.packed_accessor32<scalar_t, 2, torch::RestrictPtrTraits>(), out.data_ptr<scalar_t>(), x.size(1));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }));
+  return out;
+}
+at::Tensor sums(at::Tensor x) {
+  auto out = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "sums", [&] {
+    row_sum<scalar_t><<<x.size(0), 256, 0, at::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>(), out.data_ptr<float>(), x.size(1));
+  });
+  AT_CUDA_CHECK(cudaGetLastError());
+  return out;
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gate", &gate); m.def("sums", &sums); }
+"""
+
+
+def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
+    """ATen/cuda, c10/cuda, CUDA's own headers, torch's checks after launches: a CUDA torch's, without a toolkit's; and right, where there is a GPU."""
+    import torch
+
+    if not torch.version.cuda:
+        pytest.skip("needs a torch for CUDA (scripts/prove_target.sh has one for each row)")
+    (tmp_path / "soft.cu").write_text(WITH_ATEN)
+    program = "import torch, flexops\nmodule = flexops.load('soft', ['soft.cu'], device_compiler='nvrtc')\n"
+    program += (
+        "if torch.cuda.is_available():\n    for dtype in (torch.float32, torch.float64):\n        x = torch.randn(37, 1001, device='cuda', dtype=dtype)\n"
+    )
+    program += "        torch.testing.assert_close(module.gate(x), x * x.sigmoid())\n"
+    program += "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n        x = torch.randn(37, 1001, device='cuda').to(dtype)\n"
+    program += "        torch.testing.assert_close(module.sums(x), x.float().sum(1), rtol=1e-4, atol=1e-3)\n"
+    env = environment(tmp_path / "cache", TORCH_CUDA_ARCH_LIST="" if torch.cuda.is_available() else "9.0")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache").glob("soft.cu-*/*/manifest.json")), "NVRTC's kernels"
