@@ -151,3 +151,72 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
 def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
     """Of GPUs' own tests, with tensors of the CPU."""
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "score_modifiers and not hopper")
+
+
+# ---- people's own sources ----------------------------------------------------------------------------------------------------------------------------
+
+SOURCE = r"""
+#include <torch/extension.h>
+template <typename scalar_t>
+__device__ __forceinline__ scalar_t sigmoid(scalar_t z) { return 1.0 / (1.0 + exp(-z)); }
+namespace {
+template <typename scalar_t>
+__global__ void __launch_bounds__(256) gate_kernel(const torch::PackedTensorAccessor32<scalar_t, 2, torch::RestrictPtrTraits> x, scalar_t* out, int64_t cols) {
+  const int col = blockIdx.x * blockDim.x + threadIdx.x;
+  const int row = blockIdx.y;
+  if (col < cols) out[row * cols + col] = x[row][col] * sigmoid(x[row][col]);
+}
+template <typename scalar_t>
+__global__ void sum_kernel(const scalar_t* __restrict__ x, float* out, int cols) {
+  __shared__ float part[8];
+  float sum = 0;
+  for (int i = threadIdx.x; i < cols; i += blockDim.x) sum += static_cast<float>(x[int64_t(blockIdx.x) * cols + i]);
+  for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) for (int warp = 0; warp < 8; ++warp) out[blockIdx.x] += part[warp];
+}
+}  // namespace
+torch::Tensor gate(torch::Tensor x) {
+  auto out = torch::empty_like(x);
+  const dim3 grid((x.size(1) + 255) / 256, x.size(0));
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "gate", ([&] {
+    gate_kernel<scalar_t><<<grid, 256>>>(x.packed_accessor32<scalar_t, 2, torch::RestrictPtrTraits>(), out.data_ptr<scalar_t>(), x.size(1));
+  }));
+  return out;
+}
+torch::Tensor sums(torch::Tensor x) {
+  auto out = torch::zeros({x.size(0)}, torch::kFloat);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "sums", [&] {
+    sum_kernel<scalar_t><<<x.size(0), 256>>>(x.data_ptr<scalar_t>(), out.data_ptr<float>(), x.size(1));
+  });
+  return out;
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gate", &gate); m.def("sums", &sums); }
+"""
+CALLS = """
+import os, emulated_gpu
+torch.version.cuda = torch.version.cuda or "13.0"  # a torch for CPUs compiles just as well
+module = flexops.load("people", [os.environ["FOLDER"] + "/people.cu"], device_compiler="nvrtc", extra_ldflags=["-L" + os.environ["FOLDER"]])
+for dtype in (torch.float32, torch.float64):
+    x = torch.randn(5, 333, dtype=dtype)
+    torch.testing.assert_close(module.gate(x), x * x.sigmoid())
+for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+    x = torch.randn(5, 333).to(dtype)
+    torch.testing.assert_close(module.sums(x), x.double().sum(1).float(), rtol=1e-5, atol=1e-5)
+said["right"] = True
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvcc_toolkit")  # for the headers of CUDA's runtime, which a torch for CPUs does not bring
+def test_a_source_with_torchs_headers_computes_without_nvcc(machine: dict[str, str], tmp_path: Path, host_compiler: HostCompiler) -> None:
+    """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an anonymous namespace's kernels."""
+    (tmp_path / "people.cu").write_text(SOURCE)
+    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(tmp_path / "libc10_cuda.so"), "/dev/null"], check=True)
+    (tmp_path / "libtorch_cuda.so").symlink_to(Path(machine["folder"]) / "libtorch_cuda.so")
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    known |= {"FOLDER": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "8.0", "FLEXOPS_PCH": "0", "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
+    answer = stand_in_driver.run(Path(machine["folder"]), CALLS, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    assert answer.said == {"right": True}, f"{answer.said}{answer.errors}"
+    assert len([one for one in answer.launches if one.status == 0]) == 6
