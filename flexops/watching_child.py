@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import sys
-import threading
 
 
 def main() -> None:
@@ -43,24 +42,24 @@ def main() -> None:
         runpy.run_path(rest[0], run_name="__main__")
 
 
-def leave(code: int) -> None:
-    """What Python does when it ends, but for taking torch's modules apart, for which a result would wait half a second."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
-    atexit._run_exitfuncs()
+def leave(parent: int) -> None:
+    """The last thing at the end: Python would take torch's modules apart, for which a result would wait half a second."""
+    if os.getpid() != parent:  # a fork of the program's
+        return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed by the program, or nobody reads it any more
             stream.flush()
-    os._exit(code)
+    os._exit(status)
 
 
 if __name__ == "__main__":
+    status = 0
+    atexit.register(leave, os.getpid())  # before all others, so after them
     try:
         main()
     except SystemExit as done:
-        if not isinstance(done.code, (int, type(None))):
-            raise  # a text, which Python prints
-        leave(int(done.code or 0))
-    else:
-        leave(0)
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)  # a text is printed, and a failure
+        raise
+    except BaseException:
+        atexit.unregister(leave)
+        raise

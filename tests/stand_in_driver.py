@@ -68,5 +68,5 @@ def run(folder: Path, program: str, *, prefix: tuple[str, ...] = (), **variables
     """Run a program (see ``stand_in/launch.py``) with the libraries."""
     command, known = [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})], environment(folder, **variables)
     done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     return Answer(json.loads(done.stdout.splitlines()[-1]), Path(known["STAND_IN_LOG"]).read_text().splitlines(), done.stderr)
