@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
+_T = TypeVar("_T")
 _LONGEST = 10.0  # a module of somebody else's may fork, or wait for one that does, while it is imported
 
 _calm = threading.RLock()
@@ -32,6 +34,18 @@ class Lock:
     def held(self) -> Iterator[None]:
         with self._lock:  # and no other: if this very thread forks, the child has to leave the lock that it entered
             yield
+
+
+class kept(Generic[_T]):
+    """``functools.cached_property`` without its lock: before Python 3.12 all objects of a class share one, and a child would wait for a thread that had it."""
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, one: Any, _: Any = None) -> _T:
+        value = self._compute(one)
+        one.__dict__[self._name] = value
+        return value
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from .._fork import kept
 from . import layout
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class OpSpec(_Fields):
         declared: in the place of signatures, what they are made from when they are asked for.
     """
 
-    @cached_property
+    @kept
     def every_signature(self) -> tuple[Signature, ...]:
         if not self.declared:
             return self.signatures
@@ -181,7 +181,7 @@ class OpSpec(_Fields):
             (plan.DECLARATIONS, binding.declarations(namespace, signatures)),
         )
 
-    @cached_property
+    @kept
     def _files(self) -> tuple[str, ...]:
         if self.files is not None:
             return self.files
@@ -190,7 +190,7 @@ class OpSpec(_Fields):
         except OSError:
             return ()
 
-    @cached_property
+    @kept
     def ops(self) -> tuple[str, ...]:
         """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
         if not self.binding:

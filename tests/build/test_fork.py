@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -37,6 +38,36 @@ def test_a_child_forked_while_a_thread_compiles_gets_the_operator(tmp_path: Path
         assert answer["pid"] != process.pid
     finally:
         (watched / "hang-compile").unlink(missing_ok=True)
+        _end(process)
+
+
+READS = """
+import os, pathlib, sys, threading
+from flexops.op_builder.spec import OpSpec
+reading, go_on, listed = threading.Event(), threading.Event(), pathlib.Path.iterdir
+def slowly(path):
+    if threading.current_thread() is not threading.main_thread():
+        reading.set()
+        go_on.wait()
+    return listed(path)
+pathlib.Path.iterdir = slowly
+threading.Thread(target=lambda: OpSpec("rope").cpu_sources).start()
+reading.wait()
+child = os.fork()
+if not child:
+    os._exit(0 if OpSpec("norm").devices == ("cpu", "cuda") else 1)
+code = os.waitpid(child, 0)[1]
+go_on.set()
+sys.exit(code)
+"""
+
+
+def test_a_child_forked_while_a_thread_reads_a_familys_files() -> None:
+    """Its own families' files it can read: functools.cached_property has one lock for all of them before Python 3.12."""
+    process = subprocess.Popen([sys.executable, "-c", READS], env=child_environment(), start_new_session=True, text=True)
+    try:
+        assert process.wait(SECONDS / 2) == 0
+    finally:
         _end(process)
 
 
