@@ -43,6 +43,8 @@ class kept(Generic[_T]):
         self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
 
     def __get__(self, one: Any, _: Any = None) -> _T:
+        if one is None:
+            return self  # type: ignore[return-value]
         value = self._compute(one)
         one.__dict__[self._name] = value
         return value

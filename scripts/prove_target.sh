@@ -11,7 +11,7 @@ SUITES=(
   tests/ops
   tests/unit
   tests/models
-  'tests/build/test_builder.py tests/build/test_extension.py tests/build/test_kernel.py tests/build/test_torch_abi.py'
+  'tests/build/test_builder.py tests/build/test_extension.py tests/build/test_extension_nvrtc.py tests/build/test_kernel.py tests/build/test_torch_abi.py'
 )
 
 if [[ $# -eq 0 || $1 == -* ]]; then
