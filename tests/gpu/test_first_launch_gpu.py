@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(built: Path, tmp_path: Path) -> Run:
     """``run(program)``: the program, with the library and no kernel; ``kernels=True`` leaves them there."""
 
     def start(program: str, *, kernels: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-        cache = tmp_path / "cache"
+        cache = Path(tempfile.mkdtemp(dir=tmp_path)) / "cache"
         shutil.copytree(built, cache, ignore=None if kernels else lambda _, names: [name for name in names if name.startswith("rope-sm_")])
         return _child(program, cache, **environment)
 

@@ -156,7 +156,7 @@ class TestMadeInTheForwardPass(Contract):
         Case("cross entropy in place", "cross_entropy", ours(inplace=True), logits_and_target, torchs(), names=("logits", "target"), empty=(),
              broadcasts=False, **LOGITS),
         Case("linear cross entropy", "cross_entropy", layer(chunk_size=40), layer_inputs, plain_layer(), empty=(), refusals=wrong_layers(),
-             slack=(2.5, 1.1), **LAYER),  # the largest error is one of few sums: 2.3 times torch's with the kernels of the lowest level, the mean below
+             slack=(2.5, 1.15), **LAYER),  # of few chunks the products are summed in their own dtype, a rounding more than torch's one product has (H200: 1.12)
         Case("linear cross entropy, capped and weighted", "cross_entropy", capped_layer(softcap=1.5, chunk_size=40), weighted_inputs, plain_capped_layer(1.5),
              empty=(), slack=(2.0, 1.1), **CAPPED),  # 16-bit gradients are rounded once more: when they are multiplied by the loss's own
     )  # fmt: skip
