@@ -55,6 +55,13 @@ class JsonChild:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def said(self) -> str:
+        """What it has said on standard error since this was asked last; waits for nothing."""
+        stream, said = self._process.stderr, b""
+        while stream and select.select([stream], [], [], 0)[0] and (piece := os.read(stream.fileno(), 1 << 16)):
+            said += piece
+        return said.decode(errors="replace")
+
     def stop(self) -> None:
         """End it."""
         self.alive = False

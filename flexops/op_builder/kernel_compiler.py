@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..toolchain.nvrtc import DeviceCompiler
 
 _WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
+_NO_MEMORY = r"[Oo]ut of memory|OUT_OF_MEMORY|Memory allocation failure|[Cc]annot allocate memory|failed to map segment|bad_alloc|MemoryError|signal 9$"
+"""How the library and the three compilers in it say so, and the system for them."""
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
     "stack": r"(\d+) bytes stack frame",
@@ -72,7 +74,10 @@ class Worker:
         if self._child is None:
             self._child = JsonChild(_WORKER, str(self.compiler.path), str(self.compiler.builtins))
         try:
-            return self._child.ask(job, time_limit)
+            answer: dict[str, str] = self._child.ask(job, time_limit)
+            if "error" in answer:  # the assembler in the library says why on standard error
+                answer["log"] = "\n".join(filter(None, (answer["log"], self._child.said().rstrip())))
+            return answer
         except TimeoutError:
             raise _failed(plan, f"it was not done after {time_limit:.0f} s", "", fix="FLEXOPS_COMPILE_TIMEOUT=0 waits for ever") from None
         except BrokenPipeError:
@@ -122,7 +127,9 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
     lines = _error_lines(log)
     found = "\n         ".join([error, *(lines or log.splitlines()[-1:])][:12])
     where = f"{plan.architecture.capability.sm} with {plan.compiler} ({plan.compiler.path})"
-    if plan.compiler.kind == "nvrtc" and "libnvrtc" in error + log:  # damaged, or its other half is another version's
+    if re.search(_NO_MEMORY, f"{log}\n{error}"):
+        fix = "more memory (`ulimit -v`, the container's limit), or fewer compilers at once: export MAX_JOBS=1"
+    elif plan.compiler.kind == "nvrtc" and "libnvrtc" in error + log:  # damaged, or its other half is another version's
         from ..toolchain.diagnosis import nvrtc_fix
 
         fix = nvrtc_fix(plan.compiler.version)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# check_wheel.sh DIR: installs the wheel of this machine from DIR into a fresh environment without a compiler on PATH, and has every CPU library used from it.
+# check_wheel.sh DIR: has auditwheel say whether the tags of the wheels in DIR are true; installs this machine's into a fresh environment without a compiler
+# on PATH, and has every CPU library used from it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
@@ -9,6 +10,10 @@ wheels=("$directory"/flexops_torch-*-manylinux_*_"$(uname -m)".whl)
 
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
+"${PYTHON:-python3}" -m venv "$place/audit"
+"$place/audit/bin/python" -m pip --quiet --disable-pip-version-check install "$(grep '^auditwheel==' "$root/tests/requirements.txt")"
+"$place/audit/bin/python" "$root/scripts/ci/audit_wheel.py" "$directory"/flexops_torch-*-manylinux_*.whl
+
 "${PYTHON:-python3}" -m venv "$place/env"
 pip() { "$place/env/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 if [[ -n ${FLEXOPS_CHECK_SITE:-} ]]; then # a directory with torch, which is then not installed again

@@ -264,7 +264,43 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Pa
             kernel_compiler._WORKER = original
         assert said in failure(result)
         assert "odd::kernel" in failure(result)
+        assert ("fix: more memory" in failure(result)) == ("9" in end), "the system kills what takes too much"
     assert device_code.obtain([one], cache, time_limit=60)[0].entry, "nothing is left of it"
+
+
+def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a little more memory each time: the library cannot be mapped, then one of the compilers in it fails, each in its own words; then it compiles."""
+    one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
+    worker, real = tmp_path / "worker.py", str(kernel_compiler._WORKER)
+    monkeypatch.setattr(kernel_compiler, "_WORKER", worker)
+    found, size, step = [], compiler.path.stat().st_size, 4 * 2**20
+    for limit in range(size, 4 * size, step):
+        worker.write_text(f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({limit},) * 2); runpy.run_path({real!r}, run_name='__main__')")
+        result = device_code.obtain([one], BuildCache(tmp_path / "cache"), time_limit=60)[0]
+        if result.entry:
+            break
+        said = failure(result)
+        assert "odd::kernel" in said
+        assert "fix: more memory" in said, said
+        found.append(said.partition("found: ")[2].partition("\n  fix:")[0])
+    assert result.entry, "nothing is left of it"
+    assert any("failed to map" in one for one in found)
+    assert any("failed to map" not in one for one in found), found
+
+
+def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path: Path, host_compiler: Any) -> None:
+    names = ("CreateProgram", "AddNameExpression", "DestroyProgram", "GetProgramLog")
+    source = 'extern "C" {\n' + "".join(f"int nvrtc{name}() {{ return 0; }}\n" for name in names)
+    source += "int nvrtcGetProgramLogSize(void*, unsigned long* size) { *size = 1; return 0; }\nint nvrtcCompileProgram() { return 1; }\n"
+    source += 'const char* nvrtcGetErrorString(int status) { return status == 1 ? "NVRTC_ERROR_OUT_OF_MEMORY" : "another"; }\n}\n'
+    (tmp_path / "nvrtc.cpp").write_text(source)
+    library = tmp_path / "libnvrtc.so.13"
+    subprocess.run([host_compiler.path, "-shared", "-fPIC", str(tmp_path / "nvrtc.cpp"), "-o", str(library)], check=True)
+    without = DeviceCompiler("nvrtc", library, toolchain.compat.Version((13, 0)), "stub", library)
+    said = failure(device_code.obtain([plan(ROTATE, without)], BuildCache(tmp_path / "cache"))[0])
+    assert ROTATE in said
+    assert "NVRTC_ERROR_OUT_OF_MEMORY" in said
+    assert "fix: more memory" in said
 
 
 @pytest.mark.parametrize(

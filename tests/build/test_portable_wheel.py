@@ -70,9 +70,14 @@ def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches
     assert any(name.startswith("flexops::lion::") for name in names), "it names the kernels that it launches"
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_libraries_need_nothing_of_the_machine_that_built_them(tmp_path: Path, machine: settings.Machine) -> None:
-    for device, library in build(machine, tmp_path / "flexops").items():
+@pytest.fixture(scope="module", params=["x86_64", "aarch64"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[settings.Machine, dict[str, Path]]:
+    return request.param, build(request.param, tmp_path_factory.mktemp(request.param) / "flexops")
+
+
+def test_the_libraries_need_nothing_of_the_machine_that_built_them(tmp_path: Path, built: tuple[settings.Machine, dict[str, Path]]) -> None:
+    machine, libraries = built
+    for device, library in libraries.items():
         known = manifest.Manifest.from_json((library.parent / manifest.FILE_NAME).read_text())
         assert known.torch_abi == "stable-2.11"
         assert Version.parse(known.glibc) <= Version.parse(zig.GLIBC)
@@ -86,6 +91,46 @@ def test_the_libraries_need_nothing_of_the_machine_that_built_them(tmp_path: Pat
             assert manifest.judge(known, torch) is None
 
 
+def audit(wheel: Path, *libraries: Path) -> subprocess.CompletedProcess[str]:
+    """What CI's check says of a wheel with these libraries."""
+    record = f"{wheel.name.partition('-py3')[0]}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{record}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {wheel.stem.partition('-1-')[2]}\n")
+        for number, library in enumerate(libraries):
+            archive.write(library, f"flexops/_aot/{number}/{library.name}")
+        archive.writestr(f"{record}/RECORD", "".join(f"{name},,\n" for name in archive.namelist()))
+    command = [sys.executable, str(REPOSITORY / "scripts/ci/audit_wheel.py"), str(wheel)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_wheels_tag_is_true_or_the_check_fails(tmp_path: Path, built: tuple[settings.Machine, dict[str, Path]]) -> None:
+    """A newer glibc's symbol and somebody else's library are what a build machine leaves in a wheel."""
+    machine, libraries = built
+    wheel = tmp_path / f"some-1-py3-none-manylinux_2_28_{machine}.whl"
+    done = audit(wheel, *libraries.values())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "true to its tag" in done.stdout
+    assert audit(wheel).returncode, "without a library there is nothing to be true of"
+
+    def compile_library(name: str, text: str, *options: str) -> Path:
+        source = tmp_path / f"{name}.c"
+        source.write_text(text)
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.28", "-shared", "-nostdlib", str(source), *options]
+        subprocess.run([*command, f"-Wl,-soname,{name}", "-o", str(tmp_path / name)], check=True)
+        return tmp_path / name
+
+    (tmp_path / "future.map").write_text("GLIBC_2.34 { global: later; };")
+    for needed, options, said in [
+        ("libother.so.1", [], "libraries that the tag does not promise: libother.so.1"),
+        ("libc.so.6", [f"-Wl,--version-script={tmp_path / 'future.map'}"], f"its symbols are manylinux_2_34_{machine}'s"),
+    ]:
+        of = compile_library(needed, "int later(void) { return 1; }", *options)
+        user = compile_library("libuser.so", "int later(void); int use(void) { return later(); }", str(of))
+        done = audit(wheel, *libraries.values(), user)
+        assert done.returncode == 1
+        assert said in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
@@ -96,6 +141,8 @@ def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
     (file,) = tmp_path.glob("*.whl")
     assert file.name.endswith(f"-py3-none-manylinux_2_28_{machine}.whl")
     assert file.stat().st_size < 8 * 2**20
+    done = subprocess.run([sys.executable, str(REPOSITORY / "scripts/ci/audit_wheel.py"), str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     libraries = [name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")]
     assert len(libraries) == sum(len(spec.devices) for spec in catalog.CATALOG), "each family, for the CPU and for CUDA"
 
