@@ -1,6 +1,6 @@
 // What the host's half of somebody's own `.cu` calls where NVRTC compiles the device's (flexops/op_builder/cuda_source.py): a kernel's body
-// is launch<Stub>(arguments...), and `k<<<grid, block, bytes, stream>>>(x)` is `(configure(grid, block, bytes, stream), k(x))`, as nvcc has
-// it.
+// is launch<Stub>(arguments...), and `k<<<grid, block, bytes, stream>>>(x)` is `(Configured(grid, block, bytes, stream), k(x))`, as nvcc
+// has it.
 #pragma once
 
 #include <cuda.h>
@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <exception>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,10 +33,6 @@ struct Configuration {
 };
 inline thread_local Configuration next;
 
-inline void configure(dim3 grid, dim3 block, size_t shared_bytes = 0, cudaStream_t stream = nullptr) {
-  next = {grid, block, shared_bytes, stream, true};
-}
-
 /// A type that is local to a kernel: its name has the kernel's in it, mangled, and the number of its source.
 template <class Stub>
 const char* name() {
@@ -47,6 +44,25 @@ inline flexops::Kernel instance = {name<Stub>, {}, 0, 0};
 [[noreturn, gnu::cold]] inline void fail(const char* kernel, const char* what) {
   throw std::runtime_error(std::string("a kernel could not be launched: ") + what + " (" + kernel + ")");
 }
+
+/// Lives as long as the launch's expression does: what computes its arguments may launch kernels, too.
+class Configured {
+ public:
+  explicit Configured(dim3 grid, dim3 block, size_t shared_bytes = 0, cudaStream_t stream = nullptr) {
+    next = {grid, block, shared_bytes, stream, true};
+  }
+  Configured(const Configured&) = delete;
+  ~Configured() noexcept(false) {
+    const bool launched = !next.set;
+    next = before;
+    if (!launched && std::uncaught_exceptions() == exceptions)
+      fail("<<<grid, block>>>", "what it calls is no kernel that flexops has read: it ran on the host");
+  }
+
+ private:
+  const Configuration before = next;
+  const int exceptions = std::uncaught_exceptions();
+};
 
 template <class Stub, typename... A>
 void launch(const A&... arguments) {

@@ -1,6 +1,6 @@
 """Splits a `.cu` with kernels, launches and torch in it: into C++ for the host compiler, and device code for NVRTC.
 
-On the host a kernel's body is a call that launches it, as nvcc makes it, and `k<<<grid, block>>>(x)` is `(configure(grid, block), k(x))`. The device code is
+On the host a kernel's body is a call that launches it, as nvcc makes it, and `k<<<grid, block>>>(x)` is `(Configured(grid, block), k(x))`. The device code is
 what is left without host functions and torch's headers. Lines stay where they are, or ``#line`` tells where they were, so that errors name the user's.
 
 Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.
@@ -8,6 +8,7 @@ Nothing is guessed. What this does not surely understand raises ``Unsplittable``
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ _REFUSED = (
     (re.compile(r"texture|surface|tex[123]D\w*|surf[123]D\w*"), "a texture or a surface"),
     (re.compile(r"gpu_kernel\w*|GPU_LAMBDA"), "torch's own kernel templates"),
     (re.compile(r"__nv_\w+|__nvcc_\w+|__NVCC_\w+"), "what is nvcc's own"),
+    (re.compile(r"__COUNTER__"), "a number that torch's headers, which the device's half has not, have a part in"),
 )
 _FOLLOWED_BY = {"thrust": "::", "cub": "::", "texture": "<", "surface": "<"}
 
@@ -192,7 +194,7 @@ def _macros(files: Sequence[_File], defined: frozenset[str]) -> _Macros:
     for file in files:
         for token in file.tokens:
             if token.directive == "define" and (match := re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)(\()?", token.text)):
-                rest = token.text[match.end() :]
+                rest = cuda_tokens.without_comments(token.text[match.end() :])
                 body = set(re.findall(r"[A-Za-z_]\w*|\{", rest))
                 bodies.setdefault(match[1], set()).update(body)
                 if match[1] in _ATTRIBUTES or match[1] in _KNOWN:
@@ -246,7 +248,7 @@ def _item(file: _File, first: int, last: int) -> _Item:
         token = tokens[number]
         text = token.text if token.kind in ("punctuation", "word") else ""
         if text == ";":
-            if groups and not assigned:
+            if groups and not assigned and tokens[head].text != "typedef":
                 return _Item("prototype", first, number + 1, parameters=groups[-1])
             return _Item("other", first, number + 1)
         if text == "(":
@@ -322,7 +324,8 @@ def _name(file: _File, item: _Item) -> Token | None:
     if words[0].text == "using" or item.kind == "class":
         others = (*_CLASS, *_BEFORE_A_CLASS, "using", "namespace", "template", "typename")
         return next((word for word in words if word.kind == "word" and word.text not in others), None)
-    stop = next((number for number, word in enumerate(words) if word.text in ("=", "{", "[", ";")), len(words))
+    ends = (")",) if words[0].text == "typedef" and "(" in (word.text for word in words) else ("=", "{", "[", ";")
+    stop = next((number for number, word in enumerate(words) if word.text in ends), len(words))
     return next((word for word in reversed(words[:stop]) if word.kind == "word"), None)
 
 
@@ -401,7 +404,7 @@ class _Halves:
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
             for edits in (host, device):
                 edits.append(_Edit(token.start, token.end, _blank(token.text)))
-        elif token.directive == "define" and "<<<" in token.text:
+        elif token.directive == "define" and ("<<<" in token.text or "cudaFuncSetAttribute" in token.text):
             host.append(_Edit(token.start, token.end, self._launching_macro(file, token)))
 
     def _launching_macro(self, file: _File, token: Token) -> str:
@@ -427,6 +430,12 @@ class _Halves:
                 self._declarations(file, item.open + 1, item.close, host, device)
                 continue
             where = _attributes(file, item, self.macros)
+            if inner := next((token for token in file.tokens[item.start : item.end] if token.directive == "include"), None):
+                raise Unsplittable("an #include within a declaration", file.path, inner.line)
+            if "device" not in where:
+                for variable in _variables(file, item, member=member):
+                    self.dropped[variable.text] = False
+                    self._declared.add(id(variable))
             if item.kind == "class":
                 self._declarations(file, item.open + 1, item.close, host, [], member=True)
             elif item.kind == "function":
@@ -444,8 +453,8 @@ class _Halves:
             host.append(_Edit(*body, stub + _without(file, item.body, item.close + 1)))
         elif "device" in where and "host" not in where:
             name = _name(file, item)
-            number = next((one for one in range(item.start, item.end) if tokens[one] is name), -1)
-            if name is None or tokens[number - 1 - (tokens[number - 1].text == "~")].text != "::":
+            number = next((one for one in range(item.start, item.parameters) if tokens[one] is name or tokens[one].text == "operator"), item.start)
+            if number == item.start or tokens[number - 1 - (tokens[number - 1].text == "~")].text != "::":
                 host.append(_Edit(*body, ";" + _without(file, item.body, item.close + 1)))
             else:  # a member's definition outside of its class, which a declaration cannot be
                 host.append(_Edit(tokens[item.start].start, tokens[item.close].end, _without(file, item.start, item.close + 1)))
@@ -504,7 +513,7 @@ class _Halves:
         configuration = file.text[tokens[number].end : tokens[last].start]
         if "//" in configuration.rpartition("\n")[2]:
             configuration += "\n"
-        host.append(_Edit(tokens[first].start, tokens[first].start, f"({NAMESPACE}::configure({configuration}), "))
+        host.append(_Edit(tokens[first].start, tokens[first].start, f"({NAMESPACE}::Configured({configuration}), "))
         host.append(_Edit(tokens[number].start, tokens[last + 2].end, ""))
         host.append(_Edit(tokens[end].end, tokens[end].end, ")"))
 
@@ -593,6 +602,16 @@ def _parameter(file: _File, words: list[Token]) -> str:
     if place <= 0 or name.kind != "word" or name.text in _TYPES or words[place - 1].text in ("::", "struct", "class", "typename", "enum"):
         raise Unsplittable("a kernel's parameter without a name, or a function's pointer", file.path, words[0].line)
     return f"{name.text}..." if any(word.text == "..." for word in words) else name.text
+
+
+def _variables(file: _File, item: _Item, *, member: bool) -> list[Token]:
+    """The host's variables that a class brings, which device code would have one more of: those declared with it, and of its members the static ones."""
+    tokens = file.tokens[item.close + 1 if item.kind == "class" else item.start : item.end]
+    words = [token.text for token in file.tokens[item.start : item.open if item.kind == "class" else item.end]]
+    if {"const", "constexpr", "typedef", "using"} & set(words) or (member and "static" not in words) or not (member or item.kind == "class"):
+        return []
+    named = itertools.pairwise(tokens)
+    return [token for token, after in named if item.kind in ("class", "other") and token.kind == "word" and after.text in (",", "=", "[", "{", ";")]
 
 
 def _is_host_variable(tokens: Sequence[Token], where: frozenset[str]) -> bool:

@@ -59,7 +59,7 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
     """Everything but blanks and comments.
 
     Raises:
-        Unclear: a comment, string or character that does not end, or a character that C++ has no use for.
+        Unclear: a comment, string or character that does not end, a line that may or may not go on, or a character that C++ has no use for.
     """
     found: list[Token] = []
     position, fresh = 0, True  # fresh: nothing but blanks and comments on this line so far
@@ -68,6 +68,8 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
         kind = (match.lastgroup or "") if match else ""
         if match is None or _has_no_end(match[0], kind, text, match.end()) or (kind == "directive" and not fresh):
             raise Unclear(f"a comment or string that does not end, or a stray {text[position]!r}", line)
+        if kind in ("comment", "directive") and re.search(r"\\[ \t\f\v]+$", match[0]):  # to g++ the line goes on
+            raise Unclear("a backslash with blanks behind it, at a line's end", line + match[0].count("\n"))
         if kind not in ("blank", "comment"):
             found.append(Token("string" if kind in ("raw", "mark") else kind, match[0], position, line))  # type: ignore[arg-type]
             fresh = False
@@ -78,10 +80,15 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
     return found
 
 
+def without_comments(line: str) -> str:
+    """A preprocessor line without its comments and strings."""
+    return _COMPLETE.sub(" ", line)
+
+
 def _has_no_end(token: str, kind: str, text: str, end: int) -> bool:
     """Whether it only looks like this token: it begins a comment or a raw string without an end."""
     if kind == "directive":
-        return "/*" in _COMPLETE.sub("", token)
+        return "/*" in without_comments(token)
     return (token == "/" and text.startswith("*", end)) or (kind == "word" and token in _RAW and text.startswith('"', end))
 
 

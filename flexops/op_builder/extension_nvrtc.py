@@ -45,6 +45,7 @@ _FOR_DEVICE = re.compile(
 )
 _FOR_BOTH = re.compile(r"-[DU]\w.*")
 _FOR_HOST = re.compile(r"-O[0-3]|-g")
+_FOR_THE_PREPROCESSOR = re.compile(r"-I|-include|-imacros|-i(?:system|quote|dirafter|prefix)|-[DU]$")
 
 
 class Flags(NamedTuple):
@@ -71,7 +72,11 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             one = f"{one}{value}" if one in ("-I", "-D", "-U") else f"{one}={value}"
         name, _, value = one.partition("=")
         if name in ("-Xcompiler", "--compiler-options"):
-            host += [piece for piece in value.strip("\"'").split(",") if piece]
+            pieces = [piece for piece in value.strip("\"'").split(",") if piece]
+            if strange := next((piece for piece in pieces if _FOR_THE_PREPROCESSOR.match(piece)), ""):
+                raise ToolchainError(f"the argument {one}: {strange} would change what the host alone reads", required="it without -Xcompiler")
+            host += pieces
+            device += [piece for piece in pieces if _FOR_BOTH.fullmatch(piece)]  # so does nvcc
         elif name in ("-Xptxas", "--ptxas-options"):
             device.append(f"--ptxas-options={value}")
         elif name in ("-std", "--std"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..toolchain.nvrtc import DeviceCompiler
 
 DEVICE_HEADER = "common/extension_device.cuh"
+_ACCESSORS = "common/extension_accessors.cuh"
 # Headers that have nothing in them for device code: C's and C++'s, in whose place DEVICE_HEADER stands, and those that extension_accessors.cuh does without.
 _STANDARD = (
     "algorithm", "array", "assert.h", "bit", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio", "cstdlib", "cstring", "float.h",
@@ -84,7 +85,7 @@ class Program(NamedTuple):
         yield DEVICE_HEADER
         types = {match for one in self.expressions for match in TORCH_TYPES.findall(one)}
         if ACCESSORS & (types | self.words):
-            yield "common/extension_accessors.cuh"
+            yield _ACCESSORS
         if any(word.startswith("C10_") or word == "CUDA_KERNEL_ASSERT" for word in self.words):
             yield self._torch("macros/Macros.h")
         for half, header in (("Half", "cuda_fp16.h"), ("BFloat16", "cuda_bf16.h")):
@@ -101,7 +102,7 @@ class Program(NamedTuple):
         """Of what the compiler's identity and torch's do not cover: our own header, and CUDA's, which a package has besides."""
         found = {}
         for name, root in self.roots:
-            for header in (DEVICE_HEADER, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
+            for header in (DEVICE_HEADER, _ACCESSORS, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
                 if name != "<torch>" and (root / header).is_file():
                     found[f"{name}/{header}"] = cache_key.file_digest(root / header)
         return found

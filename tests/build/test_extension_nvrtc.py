@@ -75,6 +75,10 @@ static __global__ void plain(int2 pair, char letter = 'x') { calls = pair.x + le
 """
 LAUNCHES = """
 #define LAUNCH(T, n, stream) gather_kernel<T, 2><<<blocks_of(n), 256, 256 * sizeof(float), stream>>>((T*)0x10, (int*)0x20, (T*)0x30, n)
+static int2 pair_of() {
+  count_kernel<<<1, 64>>>((int*)0x60);
+  return make_int2(1, 2);
+}
 static void gather(cudaStream_t stream, int n) {
   if (n > 0) LAUNCH(float, n, stream); else LAUNCH(long, 7, stream);
   cudaFuncSetAttribute(gather_kernel<float, 4>, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 * 1024);
@@ -82,7 +86,7 @@ static void gather(cudaStream_t stream, int n) {
   count_kernel<<<1, 32>>>((int*)0x40);
   auto last = inner::last_kernel<short, double>;
   last<<<1, 1>>>((float*)0x50, Options{3, 0.5}, 7, 0.25);
-  plain<<<1, 1>>>(make_int2(1, 2), 'y');
+  plain<<<1, 1>>>(pair_of(), 'y');
 }
 """
 MODULE = """
@@ -188,17 +192,18 @@ load()
         (r"_Z13gather_kernelIfLi4EEvPKT_PKiPS0_i", "2 3 4", "32 2", "65536"),
         ("count_kernel", "1 1 1", "32 1", "0"),
         (unnamed + r"5inner11last_kernelIJsdEEEvPf7OptionsDpT_", "1 1 1", "1 1", "0"),
+        ("count_kernel", "1 1 1", "64 1", "0"),  # launched for an argument of the next one
         (unnamed + r"5plainE4int2c", "1 1 1", "1 1", "0"),
         (r"_Z13gather_kernelIlLi2EEvPKT_PKiPS0_i", "1 1 1", "256 1", "1024"),
     ]
-    assert len(calls) == 10
+    assert len(calls) == 12
     for (symbol, *rest, status), wanted in zip(calls, expected, strict=False):
         assert re.fullmatch(wanted[0], symbol)
         assert (*rest, status) == (*wanted[1:], "0")
     parameters = [line.split()[2:] for line in said["log"] if line.startswith("parameters")]
     assert parameters[0] == ["1000000000000000", "2000000000000000", "3000000000000000", "e8030000"]
     assert parameters[3] == ["5000000000000000", "0300000000000000000000000000e03f", "0700", "000000000000d03f"], "a struct with its padding, a pack"
-    assert parameters[4] == ["0100000002000000", "79"]
+    assert parameters[5] == ["0100000002000000", "79"]
     assert [line for line in said["log"] if line.startswith("load")] == ["load cubin 90"], "kernels of one source are one module: they share its variables"
     assert [line for line in said["again"] if line.startswith("load")] == ["load cubin 90"], "of the edit; the first module keeps its own"
     assert (said["same"], said["back"], said["header"]) == ([False, True], True, True)
@@ -221,7 +226,14 @@ except RuntimeError as error:
     said["launch"] = str(error)
 edit("<<<1, 2048>>>", "<<<1, 32>>>")
 load()
+edit("static __global__ void plain", "static void plain")
+try:
+    load("third").gather(3)
+except RuntimeError as error:
+    said["no kernel"] = str(error)
+edit("static void plain", "static __global__ void plain")
 """)
+    assert "what it calls is no kernel that flexops has read: it ran on the host" in said["no kernel"]
     assert "could not be launched: invalid argument" in said["launch"]
     assert "count_kernel" in said["launch"]
     line = (KERNELS + LAUNCHES).splitlines().index("  count_kernel<<<1, 32>>>((int*)0x40);") + 1
@@ -409,10 +421,14 @@ def test_the_key_covers_text_options_kernels_and_compiler(tmp_path: Path, nvcc_t
     program = _program(tmp_path, "__global__ void k(int* x) {}", nvcc_toolkit, ("k",), ("_Z1kPi",))
     compiler = toolchain.device_compiler(settings.current()).value
     assert compiler
+    csrc = tmp_path / "csrc"  # flexops' own headers, of which one is another
+    (csrc / "common").mkdir(parents=True)
+    for header in ("extension_device.cuh", "extension_accessors.cuh"):
+        (csrc / "common" / header).write_text((layout.csrc_root() / "common" / header).read_text() + "\n" * (header == "extension_accessors.cuh"))
     others = [
         program, program._replace(text=program.text + " "), program._replace(options=("-DA",)),
         program._replace(expressions=("k", "j"), symbols=("_Z1kPi", "_Z1jPi")),
-        program._replace(torch="another"),
+        program._replace(torch="another"), program._replace(roots=(("<csrc>", csrc), *program.roots[1:])),
     ]  # fmt: skip
     one = Architecture(ComputeCapability(9, 0))
     keys = [other.plan(one, compiler).key for other in others]

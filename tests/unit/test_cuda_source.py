@@ -155,21 +155,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &four); }
     ],
 )
 def test_a_launch_is_configured_and_called(launch: str, kernel: str) -> None:
-    wanted = f"(::flexops_extension::configure(1, 2), {kernel}(x))"
+    wanted = f"(::flexops_extension::Configured(1, 2), {kernel}(x))"
     assert launches(launch) == launch.replace(f"{kernel}<<<1, 2>>>(x)", wanted)
 
 
 def test_a_launch_takes_all_that_stands_between_its_brackets() -> None:
     configured = launches("k<int><<<dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n  n * sizeof(float), at::cuda::getCurrentCUDAStream()>>>(x, f(y, z));")
     assert configured == (
-        "(::flexops_extension::configure(dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n"
+        "(::flexops_extension::Configured(dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n"
         "  n * sizeof(float), at::cuda::getCurrentCUDAStream()), k<int>(x, f(y, z)));"
     )
 
 
 def test_launches_in_macros() -> None:
     found = halves("#define GO(T, ...) \\\n  k<T><<<1, 2, 0, s>>>(__VA_ARGS__); \\\n  check()\nvoid f() { GO(int, 1); }\n")
-    assert "#define GO(T, ...) \\\n  (::flexops_extension::configure(1, 2, 0, s), k<T>(__VA_ARGS__)); \\\n  check()\n" in found.host
+    assert "#define GO(T, ...) \\\n  (::flexops_extension::Configured(1, 2, 0, s), k<T>(__VA_ARGS__)); \\\n  check()\n" in found.host
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,25 @@ def test_launches_in_macros() -> None:
 )
 def test_a_kernels_parameters(parameters: str, names: str) -> None:
     assert f"launch<flexops_stub_0>({names});" in halves(f"template <typename... A> __global__ void k({parameters}) {{}}").host
+
+
+def test_what_a_comment_says_in_a_macro_is_no_attribute() -> None:
+    found = halves("#define N 256 // threads of each __global__ function {\ntemplate <int B = N> void go() { k<<<1, B>>>(); }\n")
+    assert "(::flexops_extension::Configured(1, B), k());" in found.host
+
+
+def test_pointers_to_functions_and_operators_outside_of_classes() -> None:
+    found = halves("""
+typedef float (*Function)(float);
+struct Op { __device__ float operator()(float a) const; };
+__device__ float Op::operator()(float a) const { return __fadd_rn(a, 1.f); }
+__device__ Function table[] = {f};
+#define SET(k) cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536)
+""")
+    assert "typedef float (*Function)(float);" in found.device
+    assert "Op::operator()" not in found.host
+    assert "Op::operator()" in found.device
+    assert "#define SET(k) ::flexops_extension::set_attribute(k," in found.host
 
 
 def test_own_headers_are_part_of_the_source(tmp_path: Path) -> None:
@@ -235,15 +254,23 @@ def test_conditions_are_kept_where_their_code_is_not() -> None:
         ("int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }", "h in device code, which is declared for the host alone"),
         ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
         ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
+        ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
+        ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
+        ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
+        ('__host__ __device__ void f() {\n#include <body>\n}', "an #include within a declaration"),
+        ('struct Mine {\n#include <body>\n};', "an #include within a declaration"),
+        ("struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }", "mine in device code"),
+        ("struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x = Mine::n; }", "n in device code"),
         ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
     ],
 )
 def test_what_is_not_surely_understood_is_refused_by_name_and_line(line: str, what: str) -> None:
     text = f"// a comment\n{line}\n" + ("#endif\n" if line.startswith("#if ") else "")
+    at = 2 if "backslash" in what else 3 if "#include within" in what else 2 + line.count("\n")
     with pytest.raises(Unsplittable) as caught:
         halves(text, "/folder/scale.cu")
     assert what in caught.value.what
-    assert (caught.value.path, caught.value.line) == ("/folder/scale.cu", 2 + line.count("\n"))
+    assert (caught.value.path, caught.value.line) == ("/folder/scale.cu", at)
 
 
 # ---- names and arguments -----------------------------------------------------------------------------------------------------------------------------
@@ -278,6 +305,10 @@ def test_nvccs_arguments_are_told_apart() -> None:
     assert flags.host == ("-O3", "-DA=1", "-UB", "-Wall", "-g", "-std=c++20")
     assert flags.device == ("--use_fast_math", "-DA=1", "-UB", "--ptxas-options=-v", "--std=c++20")
     assert flags.include_dirs == ("/x",)
+    assert flags_of(["-Xcompiler", "-Wall,-DA=2"]).device == ("-DA=2",), "as nvcc does"
+    for wrong in ("-I/y", "-include", "-isystem"):
+        with pytest.raises(ToolchainError, match=wrong):
+            flags_of(["-Xcompiler", f"-Wall,{wrong}"])
     for wrong in ("-rdc=true", "-dc", "--default-stream=per-thread", "-include", "--relocatable-device-code=true"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):
             flags_of([wrong])
