@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..builder.registered import here
 from ..errors import FlexopsError
 from . import timing
 from .cases.case import Setup
@@ -76,10 +77,14 @@ def cases_of(place: str, setup: Setup) -> Iterator[Own]:
         FlexopsError: there is no such file or module, or no such function in it.
     """
     try:
-        is_file = place.endswith(".py") or Path(place).is_file()
-        found: Any = runpy.run_path(place).get("cases") if is_file else getattr(import_module(place), "cases", None)
+        with here():
+            is_file = place.endswith(".py") or Path(place).is_file()
+            found: Any = runpy.run_path(place).get("cases") if is_file else getattr(import_module(place), "cases", None)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise FlexopsError(f"{place} has no cases", found=str(error), required="a Python file, or a module that can be imported") from error
+        if Path(place).is_file():
+            raise FlexopsError(f"{place} cannot be run", found=str(error), required="what it imports", fix="install that: pip install -e .") from error
+        required, fix = "a file with cases(setup), such as benchmarks/scale.py, or a module that can be imported", "name the file; docs/workbench.md shows one"
+        raise FlexopsError(f"{place} has no cases", found=str(error), required=required, fix=fix) from error
     if not callable(found):
         required = "one that yields flexops.bench.case(...)"
         raise FlexopsError(f"{place} has no cases", found="no function cases(setup)", required=required, fix="see docs/workbench.md")

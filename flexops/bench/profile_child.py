@@ -8,13 +8,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+REFUSED = "flexops refuses: "
+"""On standard error, before the parts of an error that needs no traceback."""
+
 
 def main() -> None:
     sys.path[0] = ""
     import torch
 
+    from flexops.errors import FlexopsError
+
     request: dict[str, Any] = json.loads(sys.argv[1])
-    call, what = chosen(request)
+    try:
+        call, what = chosen(request)
+    except FlexopsError as error:
+        sys.exit(REFUSED + json.dumps([error.what, error.found, error.required, error.fix]))
     for _ in range(3):
         call()
     on_gpu = request["device"] == "cuda"
@@ -32,12 +40,15 @@ def main() -> None:
 
 def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
     """The contender to run, and what it does in words."""
+    from flexops.errors import FlexopsError
+
     for name, calls in candidates(request):
         if request["case"] in name:
             contender = request["contender"] or next(iter(calls))
             if contender in calls:
                 return calls[contender], f"{name}: {contender}"
-    sys.exit(f"no case with {request['case']!r} in its name and a contender {request['contender'] or 'at all'}")
+    what = f"no case with {request['case']!r} in its name and a contender {request['contender'] or 'at all'}"
+    raise FlexopsError(what, fix="leave --case and --contender away")
 
 
 def candidates(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

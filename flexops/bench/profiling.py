@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FlexopsError
+from .profile_child import REFUSED
 
 METRICS: dict[str, str] = {
     "gpu__time_duration.sum": "time",
@@ -74,7 +75,11 @@ def _child(request: dict[str, Any]) -> list[str]:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")) if entry)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode and REFUSED in done.stderr:
+        what, found, required, fix = json.loads(done.stderr.rpartition(REFUSED)[2].splitlines()[0])
+        raise FlexopsError(what, found=found, required=required, fix=fix)
+    return done
 
 
 def _last_lines(text: str) -> str:

@@ -10,6 +10,8 @@ from ..op_builder import layout
 from ..op_builder.schema import RESERVED
 
 _NAME, _FAMILY = "mylib", "scale"
+INSTALL = "pip install 'setuptools>=77' pytest && pip install --no-build-isolation -e ."
+"""Without isolation pip installs nothing that a build requires, and an environment of Python 3.12 or newer has no setuptools."""
 
 
 def write(name: str, family: str, where: Path) -> list[Path]:

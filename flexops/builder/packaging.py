@@ -8,13 +8,14 @@ are compiled too (none by default; ``TORCH_CUDA_ARCH_LIST`` comes first). Source
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import Extension
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 from .. import _toml, settings, toolchain
@@ -23,6 +24,13 @@ from ..op_builder import aot, catalog
 from ..op_builder.layout import AOT
 from ..op_builder.spec import DeviceType, OpSpec
 from ..toolchain import zig
+from . import registered
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # without isolation pip installs nothing that [build-system] requires, and Python brings an old one into a new environment, or none
+    _OLD = FlexopsError(f"setuptools {setuptools.__version__} is too old", required="77 or newer", fix="pip install 'setuptools>=77'")
+    raise SystemExit(f"\nflexops: {_OLD}\n") from None
 
 _MARK = f".{AOT}."
 
@@ -35,7 +43,7 @@ def extensions(name: str, *, where: str | Path = ".") -> list[Extension]:
         where: the directory that the package is in: ``src``, say.
     """
     csrc = Path(where, name, "csrc")
-    families = sorted({path.parent for pattern in ("*_cpu.cpp", "*_cuda.cpp") for path in csrc.glob(f"*/{pattern}")})
+    families = sorted({path.parent for path in registered.sources_in(Path(where, name))})
     if not families:
         required, fix = "folders with *_cpu.cpp or *_cuda.cpp", f"builder.extensions({name!r}, where=...), the directory that the package is in"
         raise SystemExit(f"\nflexops: {FlexopsError(f'{csrc.absolute()} has nothing to build', required=required, fix=fix)}\n")
@@ -59,6 +67,11 @@ class BuildLibraries(build_ext):
     def run(self) -> None:
         self._built: list[Path] = []
         names = dict.fromkeys(extension.name.partition(_MARK)[0] for extension in self.extensions)
+        points = str((getattr(self.distribution, "entry_points", None) or {}).get(registered.GROUP, ""))
+        for name in names:
+            if not re.search(rf"=\s*{name}\b", points):
+                point = f'[project.entry-points."{registered.GROUP}"] {name} = "{name}"'
+                self.warn(f"flexops: {name} registers no library, so flexops doctor does not try it; add to pyproject.toml: {point}")
         if self.inplace or getattr(self, "editable_mode", False):
             return
         try:

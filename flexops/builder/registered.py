@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import FlexopsError
@@ -26,6 +28,27 @@ def load() -> dict[str, str]:
     return failed
 
 
+def unregistered() -> list[tuple[str, str]]:
+    """Installed distributions that are built with flexops and register no library: each with its package. Imports none of them."""
+    ours = {"flexops-torch", "flexops"}
+    found = []
+    for one in distributions():
+        needs = {re.split(r"[^\w.-]", text, maxsplit=1)[0].replace("_", "-").lower() for text in one.requires or ()}
+        if ours.isdisjoint(needs) or any(point.group == GROUP for point in one.entry_points):
+            continue
+        for package in (one.read_text("top_level.txt") or "").split():
+            spec = find_spec(package) if package.isidentifier() else None
+            places = spec.submodule_search_locations if spec else None
+            if any(sources_in(Path(place)) for place in places or ()):
+                found.append((one.name, package))
+    return found
+
+
+def sources_in(package: Path) -> list[Path]:
+    """The launchers of a package's families: what says that it is a library."""
+    return sorted(path for pattern in ("*_cpu.cpp", "*_cuda.cpp") for path in package.glob(f"csrc/*/{pattern}"))
+
+
 def load_for(names: tuple[str, ...]) -> None:
     """Make the projects of ``names`` known, where flexops has none so called: by entry point, or else as a module of that name, also of this directory.
 
@@ -39,7 +62,7 @@ def load_for(names: tuple[str, ...]) -> None:
             if point:
                 point.load()
             elif name.isidentifier():
-                with contextlib.suppress(ModuleNotFoundError), _here():
+                with contextlib.suppress(ModuleNotFoundError), here():
                     importlib.import_module(name)
         except FlexopsError:
             raise
@@ -48,9 +71,11 @@ def load_for(names: tuple[str, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _here() -> Iterator[None]:
-    sys.path.insert(0, str(Path.cwd()))
+def here() -> Iterator[None]:
+    """With modules of the current directory, which a console script has not got."""
+    sys.path.insert(0, place := str(Path.cwd()))
     try:
         yield
     finally:
-        sys.path.remove(str(Path.cwd()))
+        with contextlib.suppress(ValueError):
+            sys.path.remove(place)

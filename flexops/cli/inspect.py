@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from .. import settings, toolchain
+from ..builder import registered
 from ..errors import FlexopsError
 from ..inspection import baseline, mix
 from ..inspection.measuring import Measured, measure, sources_of
@@ -19,7 +20,7 @@ _DEFAULT_ARCH = "9.0"
 
 
 def inspect(
-    op: Annotated[str, typer.Argument(metavar="OP", help="A family or an operator.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="A family or an operator, or another project's library or family (mylib, mylib.scale).")],
     kernel: Annotated[str, typer.Option("--kernel", help="Only kernels whose name has this in it, such as 'rotate<float>'.")] = "",
     arch: Annotated[str | None, typer.Option(help="GPU architectures, such as '8.0;9.0'; by default those of the GPUs here, else 9.0.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX.")] = False,
@@ -32,6 +33,7 @@ def inspect(
     chosen = settings.current()
     asked = arch or chosen.arch_list or (None if toolchain.local_capabilities() else _DEFAULT_ARCH)
     choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=asked)
+    registered.load_for((op,))
     specs = catalog.select((op,))
     with Console(stderr=True).status("flexops: compiling kernels"):
         found = measure(specs, choice.architectures, choice.compiler, chosen, kernel=kernel)

@@ -18,7 +18,7 @@ def new(
     """Write a package of your own operators, with tests that pass at once (docs/builder.md)."""
     for path in writing.write(name, family, Path.cwd()):
         typer.echo(path.relative_to(Path.cwd()))
-    typer.echo(f"\ncd {name} && pip install --no-build-isolation -e . pytest && pytest")
+    typer.echo(f"\ncd {name} && {writing.INSTALL} && python -m pytest")
 
 
 def cmake_dir() -> None:

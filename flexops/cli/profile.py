@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ..bench import profiling
+from ..builder import registered
 from ..errors import FlexopsError, ToolchainError
 from ..inspection import mix
 from ..op_builder import catalog
@@ -72,8 +73,13 @@ def sanitize(
         fix = "install a CUDA toolkit's compute-sanitizer, or pip install nvidia-cuda-sanitizer-api"
         raise ToolchainError("there is no compute-sanitizer here", found="neither on PATH, in a toolkit nor in a wheel", required="CUDA's", fix=fix)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    command = arguments[split + 1 :] or [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
-    ours = [] if arguments[split + 1 :] else ["--kernel-name", "kns=flexops"]  # not torch's, of which tests launch more
+    command = arguments[split + 1 :]
+    ours: list[str] = []
+    if not command:
+        registered.load_for((arguments[0],))
+        spec = catalog.select((arguments[0],))[0]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
+        ours = ["--kernel-name", f"kns={spec.project.name}"]  # not torch's, of which tests launch more
     # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into a neighbour.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *ours, *command]

@@ -121,6 +121,7 @@ def _look(target_id: str | None) -> Facts:
         locks=guarded(build_probes.locks),
         libraries=Unknown("not looked at yet"),
         target=guarded(lambda: target_probe.target(target_id, gpu)),
+        unregistered=guarded(build_probes.unregistered),
     )
     return replace(facts, **_look_at_the_cache(facts))
 

@@ -273,5 +273,6 @@ class Facts:
     locks: tuple[LockFile, ...] | Unknown
     libraries: tuple[LibraryFact, ...] | Unknown
     target: TargetFact | Unknown
+    unregistered: tuple[tuple[str, str], ...] | Unknown = field(default=())
     builds: tuple[BuildTrial, ...] | Unknown = field(default=())
     ops: tuple[OpTrial, ...] | Unknown = field(default=())

@@ -196,7 +196,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Judge], ...]], ...] = (
             ("build", _builds),
         ),
     ),
-    ("operators", (("op", _op_trials),)),
+    ("operators", (("op", _op_trials), ("op-unregistered", lambda facts: build.unregistered(known(facts.unregistered))),)),
     ("target", (("target", lambda facts: target.target(known(facts.target))), ("target-pins", _target_row))),
 )
 """Titles, and in each the name (of the finding, if its facts are not known) and the check."""

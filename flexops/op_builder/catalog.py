@@ -68,7 +68,7 @@ def find(name: str) -> OpSpec:
     near = difflib.get_close_matches(name, dict.fromkeys([*families, *(op for spec in CATALOG for op in spec.ops)]), n=3)
     found = f"did you mean {' or '.join(near)}?" if near else ""
     required = f"{', '.join(families)}; or an operator of theirs, such as swiglu"
-    raise FlexopsError(f"there is no op called {name!r}", found=found, required=required, fix="flexops build --help")
+    raise FlexopsError(f"there is no op called {name!r}", found=found, required=required, fix="correct the name, or install the package that has it")
 
 
 def select(names: tuple[str, ...]) -> tuple[OpSpec, ...]:

@@ -91,6 +91,11 @@ RULES: tuple[Rule, ...] = (
         "a kernel for the CPU does not include flexops' headers before `using namespace flexops::FLEXOPS_ISA`",
         '#include "common/cpu_elements.h"   # or "common/cpu.h", at the top',
     ),
+    Rule(
+        r"_cpu\.cpp:.*'(\w+)' (is not a member of 'std'|was not declared in this scope)",
+        "a kernel for the CPU names what is not declared: C++'s and C's mathematics are not, since each instruction set needs its own",
+        "take the compiler's own: __builtin_sqrtf, __builtin_expf, __builtin_fabsf ... for floats; else declare it, or include its C header",
+    ),
     Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
     Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
 )

@@ -156,8 +156,8 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Refusal(str(error), "flexops doctor"))
-    fix = next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "")
-    return OpStatus(spec.name, device, "reference", "; ".join(dict.fromkeys(refusal.reason for refusal in refusals)), fix)
+    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])  # who reads one reason reads that which the fix is for
+    return OpStatus(spec.name, device, "reference", "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))), mended.fix)
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
@@ -170,7 +170,8 @@ def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
         return f"{spec.name} has no kernels for device type {device!r}", ""
     folder = spec.project.csrc / spec.family
     there = "there is no such folder" if not folder.is_dir() else "the folder has no such file"
-    return f"{spec.name} has no kernels for {device}: {folder}/{spec.family}_{device}.cpp or another *_{device}.cpp: {there}", ""
+    fix = f"write it, or correct family={spec.family!r} of its declaration" if package else ""
+    return f"{spec.name} has no kernels for {device}: {folder}/{spec.family}_{device}.cpp or another *_{device}.cpp: {there}", fix
 
 
 def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Iterator[tuple[Entry, Backend, str]]:

@@ -510,7 +510,16 @@ def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path: Path) -> Non
 
 def test_a_family_without_a_folder_says_where_it_was_looked_for(package: Path) -> None:
     shutil.rmtree(package / "mylib/csrc/scale")
-    assert "csrc/scale/scale_cpu.cpp" in run(CALL + WHERE, package)
+    said = run(CALL + WHERE, package)
+    assert "csrc/scale/scale_cpu.cpp" in said
+    assert "correct family='scale'" in said
+
+
+def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package: Path) -> None:
+    edit(package / "mylib/csrc/scale/scale_cpu.cpp", "load(x.as<T>(), i)", "std::sqrt(load(x.as<T>(), i))")
+    said = run(CALL + WHERE, package)
+    assert "runs as plain PyTorch: mylib.scale-cpu could not be built" in said
+    assert "__builtin_sqrtf" in said
 
 
 def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
@@ -684,6 +693,36 @@ def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None
     said = run(program, installed)
     assert "backend='aot'" in said
     assert "max_error=0.0" in said
+
+
+def test_a_library_without_its_entry_point_is_told(package: Path, installed: Path, tmp_path: Path) -> None:
+    """When its wheel is built, and by doctor where it is installed: nothing else would ever try it."""
+    site = Path(shutil.copytree(installed, tmp_path / "site"))
+    program = "from flexops.doctor import judgement\nfrom flexops.doctor.checks import build\nfrom flexops.doctor.probes import build as probes\n"
+    program += "import sys\nprint(*build.unregistered(probes.unregistered()), 'mylib' in sys.modules)"
+    assert run(program, site).strip() == "False"
+    (points,) = site.glob("*.dist-info/entry_points.txt")
+    points.unlink()
+    said = run(program, site)
+    assert 'mylib = "mylib" to its pyproject.toml' in said
+    assert "False" in said
+    entry = '[project.entry-points."flexops.libraries"]\nmylib = "mylib" # flexops doctor and flexops build find it by this\n'
+    build = "import setuptools, sys; sys.argv[1:] = ['build_ext']; exec(open('setup.py').read())"
+    assert "registers no library" not in run(build, cwd=package, FLEXOPS_AOT_DEVICES="cpu")
+    edit(package / "pyproject.toml", entry, "")
+    assert "mylib registers no library" in run(build, cwd=package, FLEXOPS_AOT_DEVICES="cpu")
+
+
+def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
+    """As a new environment of Python 3.11 has it, where pip builds without isolation."""
+    (tmp_path / "setuptools").mkdir()
+    (tmp_path / "setuptools/__init__.py").write_text("__version__ = '65.5.0'\nclass Extension: pass\n")
+    (tmp_path / "setuptools/command").mkdir()
+    (tmp_path / "setuptools/command/__init__.py").write_text("")
+    (tmp_path / "setuptools/command/build_ext.py").write_text("class build_ext: pass\n")
+    said = run("try:\n    from flexops.builder import commands\nexcept SystemExit as error: print(error)", tmp_path)
+    assert "setuptools 65.5.0 is too old" in said
+    assert "pip install 'setuptools>=77'" in said
 
 
 def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) -> None:

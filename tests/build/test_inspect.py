@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,30 @@ def test_another_projects_kernels_and_what_an_edit_changed_there(tmp_path: Path,
     ballast += "  if (ballast[(threadIdx.x + 1) % 64] < 0) return;\n"
     header.write_text(header.read_text().replace(kernel[0], kernel[0] + ballast))
     assert "shared 0 -> 256  WORSE" in run("inspect", "mylib", "--arch", "9.0", "--diff", "HEAD")
+
+
+def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
+    """In a process of its own, as people type it: nothing has imported the library there."""
+    shutil.copytree(REPOSITORY / "flexops/builder/example", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\necho "$@"\necho "========= ERROR SUMMARY: 0 errors"\n')
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def typed(*arguments: str) -> str:
+        command = [sys.executable, "-c", "from flexops.cli import main; main()", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert "mylib::scale_kernel<float>" in typed("inspect", "mylib.scale", "--arch", "9.0")
+    assert "no op called 'mylib.scal'" in (said := typed("inspect", "mylib.scal"))
+    assert "did you mean mylib.scale" in said
+    said = typed("sanitize", "mylib.scale")
+    assert "kns=mylib" in said, "kernels of the project, not flexops': else nothing is looked at"
+    assert "tests/test_scale.py" in said
+    said = typed("profile", "mylib.scale")
+    assert "benchmarks/scale.py" in said
+    assert "Error" not in said
+    assert "mylib::scale" in typed("profile", "benchmarks/scale.py", "--device", "cpu")
 
 
 def test_no_kernel_takes_more_than_the_baseline_says() -> None:

@@ -171,6 +171,14 @@ def build_trial(fact: BuildTrial) -> Finding:
     return ok(name, f"{text}, right result")
 
 
+def unregistered(found: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+    """Libraries that nothing here looks at, because nothing says that they are there."""
+    for distribution, package in found:
+        said = f"{distribution} is installed with kernels in {package}/csrc, and has no entry point: not tried here"
+        fix = f"""add [project.entry-points."flexops.libraries"] {package} = "{package}" to its pyproject.toml, and install it again"""
+        yield warn("op-unregistered", said, "an entry point of the group flexops.libraries", fix)
+
+
 def op_trial(fact: OpTrial, fallback: str) -> Finding:
     """One op on one device. ``fallback``: what FLEXOPS_FALLBACK says."""
     name = f"op-{fact.name}-{fact.device.replace(':', '-')}"

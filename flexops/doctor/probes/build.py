@@ -38,6 +38,12 @@ def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
     return find(chosen)
 
 
+def unregistered() -> tuple[tuple[str, str], ...]:
+    from ...builder import registered
+
+    return tuple(registered.unregistered())
+
+
 def resources() -> Resources:
     from ...toolchain.resources import detect
 
