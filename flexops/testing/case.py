@@ -76,6 +76,7 @@ class Case:
         same_bits: native results have the reference's bits.
         broadcasts: takes inputs whose elements share memory (not true for what is written in place).
         autocast: the dtype of the parameters inside an autocast region; False: not tried.
+        not_finite: NaN and infinity lead where they do in the reference; False: not tried.
         accuracy: False for what has no error to measure, because its results have the reference's bits, say.
         rounding: the least relative rounding that is granted where results are compared element by element, for sums of many terms.
         slack: what the largest and the mean error may be of the rival's. The largest is that of one element of thousands: it is the mean that decides.
@@ -104,6 +105,7 @@ class Case:
     same_bits: bool = False
     broadcasts: bool = True
     autocast: bool = True
+    not_finite: bool = True
     accuracy: bool = True
     rounding: float = 0.0
     slack: tuple[float, float] = (2.0, 1.05)

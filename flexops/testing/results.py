@@ -11,8 +11,8 @@ from flexops._torch import FakeTensorMode
 from flexops.bench.reference import OnReference
 
 from .accuracy import compared, write
-from .case import Case, Make, Result, is_float, only, tensors_of
-from .comparing import ROUNDING, assert_near, assert_same
+from .case import Case, Make, Result, argument_name, is_float, only, tensors_of
+from .comparing import ROUNDING, assert_near, assert_same, numbers_of
 from .isa import at_each_isa, every_level
 from .layouts import LAYOUTS, laid_out, layouts_of
 from .running import cast, run
@@ -80,6 +80,21 @@ class Results:
                         assert_near(actual, expected, what=f"{shape}")
                         assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
 
+    @only(lambda case: case.not_finite)
+    def test_not_finite(self, case: Case, device: str) -> None:
+        """What a NaN or an infinity in one argument makes of results and gradients is finite where the reference has it so, and only there."""
+        given = case.inputs(Make(case.dtypes[0], device), case.shapes[1])
+        for position, strange in product((i for i, arg in enumerate(given) if is_float(arg)), ((float("nan"),), (float("inf"), -float("inf")))):
+            args = tuple(arg.clone() if i == position else arg for i, arg in enumerate(given))
+            for number, value in enumerate(strange):
+                args[position].view(-1)[number * 19 :: 37 * len(strange)] = value
+            with OnReference():
+                expected = run(case.call, args, case.differentiable)
+            for isa in at_each_isa(device):
+                with isa:
+                    actual = run(case.call, args, case.differentiable)
+                    assert_near(_infinite_is_nan(actual), _infinite_is_nan(expected), case.rounding, what=f"{strange} in {argument_name(case, position)}")
+
     @only(lambda case: case.autocast)
     def test_autocast(self, case: Case, device: str) -> None:
         """Float32 parameters with bfloat16 activations, which is what autocast leads to, and float32 throughout."""
@@ -95,3 +110,10 @@ class Results:
                     assert_near(actual, exact, ROUNDING[torch.bfloat16])
                 assert [output.dtype for output in actual.outputs] == [output.dtype for output in planned], "not what a compiler is told"
                 assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+
+
+def _infinite_is_nan(result: Result) -> Result:
+    def changed(tensor: Tensor) -> Tensor:
+        return numbers_of(tensor).nan_to_num(torch.nan, torch.nan, torch.nan)
+
+    return Result(tuple(map(changed, result.outputs)), tuple(None if one is None else changed(one) for one in result.gradients))

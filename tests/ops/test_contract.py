@@ -98,6 +98,10 @@ def forgets_an_odd_column(x: Tensor) -> Tensor:
     return doubled
 
 
+def hidden_by_its_kernel(x: Tensor) -> Tensor:
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("function", "test"),
     [
@@ -116,6 +120,17 @@ def test_what_is_wrong_on_purpose_is_found(function: Callable[[Tensor], Tensor],
     getattr(Broken(), test)(Broken.cases[1], device="cpu")
     with pytest.raises((AssertionError, OpCheckError)):
         getattr(Broken(), test)(Broken.cases[0], device="cpu")
+
+
+@pytest.mark.parametrize("kernel", [lambda x: (x * 2).nan_to_num(), lambda x: (x * 2).clamp(-3e4, 3e4)])
+def test_a_kernel_that_hides_what_is_not_finite_is_found(kernel: Callable[[Tensor], Tensor], native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("activation", "cpu")
+    case = doubled_is(hidden_by_its_kernel)
+    Contract().test_not_finite(case, device="cpu")
+    with torch.library._scoped_library("contract_faults", "IMPL") as library:
+        library.impl(case.name, kernel, "CPU")
+        with pytest.raises(AssertionError, match="in x output 0"):
+            Contract().test_not_finite(case, device="cpu")
 
 
 def test_what_a_class_leaves_out_those_derived_from_it_have() -> None:
