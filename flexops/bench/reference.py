@@ -13,7 +13,7 @@ class OnReference(TorchDispatchMode):
     """Inside, operators of flexops run their references, backward passes included."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return _register.references.get(func, func)(*args, **(kwargs or {}))
+        return _register.references.get(func.name(), func)(*args, **(kwargs or {}))
 
 
 def on_reference(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,16 +39,18 @@ _libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
-_families: dict[str, list[Any]] = {}
-_differentiable: dict[Any, type[torch.autograd.Function]] = {}
+_families: dict[str, list[str]] = {}
+_differentiable: dict[Any, Callable[[], type[torch.autograd.Function]]] = {}
+"""What makes, once, the function that autograd knows an op by."""
 _refusing: set[Any] = set()
 """Those of them whose gradient is the error that they have none."""
-_applies: dict[Any, Callable[..., Any]] = {}
+_applies: dict[Any, Callable[[], Callable[..., Any]]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
-public: dict[Any, Any] = {}
-"""For each overload that is the forward pass of another one where there is a gradient, that one."""
-references: dict[Any, Callable[..., Any]] = {}
-"""Each op's reference, which is what tests hold native kernels against."""
+public: dict[str, Any] = {}
+"""For each overload (its name) that is the forward pass of another one where there is a gradient, that one."""
+references: dict[str, Callable[..., Any]] = {}
+"""The reference of each op (``op.name()``), which is what tests hold native kernels against. Names, because most ops are never called in a process,
+and to make the object that stands for one takes torch longer than to define it."""
 
 
 def define(
@@ -96,7 +98,7 @@ def define(
         library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
     refuse = _refusal(called, _argument_names(schema), check)
     library.define(schema, tags=tags)
-    op = operator_of(project.name, name)
+    op = f"{project.name}::{name}"
     library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
     register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
@@ -104,20 +106,19 @@ def define(
         _families.setdefault(project.label(family), []).append(op)
     if hidden:
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    below: Callable[..., Any] = functools.partial(_below_autograd, builtin(op))
     if plain:
         plain_schema, function = schema.replace(name, f"{name}_plain", 1), function or name
         define(family, plain_schema, reference, fake, check=check, hidden=True, function=function, tags=tags, project=project)
-        library.impl(f"{name}_plain", op, "Python")  # modes and subclasses of tensors see the op that was called
-        below = builtin(operator_of(project.name, f"{name}_plain"))
-    _parts[op] = _Parts(library, below, refuse, called)
-    _callers[op] = _caller(op, below, below, op, refuse)
+        # modes and subclasses of tensors see the op that was called
+        library.impl(f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python")
+    _parts[op] = _Parts(library, f"{op}_plain" if plain else "", refuse, called)
     if backward is not None and setup_context is not None:
-        add_gradient(op, setup_context, backward)
+        add_gradient(operator_of(op), setup_context, backward)
 
 
-def operator_of(namespace: str, name: str) -> Any:
-    """``name`` or ``name.overload``, as torch has it."""
+def operator_of(qualified: str) -> Any:
+    """``namespace::name`` or ``namespace::name.overload``, as torch has it."""
+    namespace, _, name = qualified.partition("::")
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
@@ -126,36 +127,44 @@ class _Parts(NamedTuple):
     """Of an op, what its gradient is put together with."""
 
     library: torch.library.Library
-    below: Callable[..., Any]
+    plain: str
     refuse: Callable[..., None]
     called: str
 
 
-_parts: dict[Any, _Parts] = {}
+_parts: dict[str, _Parts] = {}
+
+
+def _below(op: Any) -> Callable[..., Any]:
+    """What calls an op where nothing requires a gradient."""
+    plain = _parts[op.name()].plain
+    return builtin(operator_of(plain)) if plain else functools.partial(_below_autograd, builtin(op))
 
 
 def add_gradient(
-    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any], *, forward: Any = None
+    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any], *, forward: str = ""
 ) -> None:
     """Give an op that is defined its gradient; arguments as for :func:`define`.
 
-    ``forward`` is a hidden overload of the op with the same arguments, which runs instead where there will be a gradient. Behind the op's results it has
+    ``forward`` names a hidden overload of the op with the same arguments, which runs instead where there will be a gradient. Behind the op's results it has
     what ``backward`` needs; ``setup_context`` gets all of them. Being an overload, it is the same operator to dispatch modes and to profilers.
     """
-    if forward is not None:
+    if forward:
         public[forward] = op
-    library, below, refuse, called = _parts[op]
+    library, _, refuse, called = _parts[op.name()]
     known = op in _differentiable
     _refusing.discard(op)
-    _differentiable[op] = _function(op, below if forward is None else builtin(forward), forward is not None, setup_context, backward)
-    apply = apply_of(_differentiable[op])
+    function = _differentiable[op] = functools.cache(functools.partial(_function, op, forward, setup_context, backward))
     if not known:
         library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op), "Autograd")
+    _applies[op] = functools.cache(lambda: _without_lists(op, called, apply_of(function())))
     transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
-    if lists := [(index, argument.name) for index, argument in enumerate(schema_of(op).arguments) if str(argument.type) == "List[Tensor]"]:
-        apply, transformed = (functools.partial(_apply_without_lists, called, lists, way) for way in (apply, transformed))
-    _applies[op] = apply
-    _callers[op] = _caller(op, apply, below, transformed, refuse)
+    _callers[op] = _caller(op, _applies[op], lambda *args: _without_lists(op, called, transformed)(*args), refuse)
+
+
+def _without_lists(op: Any, called: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    lists = [(index, argument.name) for index, argument in enumerate(schema_of(op).arguments) if str(argument.type) == "List[Tensor]"]
+    return functools.partial(_apply_without_lists, called, lists, apply) if lists else apply
 
 
 def _apply_without_lists(called: str, lists: list[tuple[int, str]], apply: Callable[..., Any], *args: Any) -> Any:
@@ -173,7 +182,7 @@ def has_gradient(op: Any) -> bool:
 def guard_gradient(op: Any) -> None:
     """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
     it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
-    schema, (library, below, refuse, called) = schema_of(op), _parts[op]
+    schema, (library, _, refuse, called), below = schema_of(op), _parts[op.name()], _below(op)
     name = schema.name.partition("::")[2]
     what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
@@ -185,7 +194,7 @@ def guard_gradient(op: Any) -> None:
         return _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
 
     library.impl(name, guarded, "Autograd")
-    _callers[op] = _caller(op, guarded, below, op, refuse)
+    _callers[op] = _caller(op, lambda: guarded, op, refuse)
     written = [index for index, argument in enumerate(schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write]
     library.impl(name, functools.partial(_count_writes, op, written), "ADInplaceOrView", with_keyset=True)
 
@@ -213,12 +222,27 @@ def caller(op: Any) -> Callable[..., Any]:
 
     Public functions call ops through this, before anything is checked: what native kernels refuse is looked at by the op's ``check``, for its wording.
     """
+    if op not in _callers:
+        _callers[op] = _caller(op, lambda: _below(op), op, _parts[op.name()].refuse)
     return _callers[op]
 
 
-def _caller(
-    op: Any, apply: Callable[..., Any], plain: Callable[..., Any], transformed: Callable[..., Any], refuse: Callable[..., None]
-) -> Callable[..., Any]:
+def _caller(op: Any, make_apply: Callable[[], Callable[..., Any]], transformed: Callable[..., Any], refuse: Callable[..., None]) -> Callable[..., Any]:
+    apply: Callable[..., Any]
+    plain: Callable[..., Any]
+
+    def first_apply(*args: Any) -> Any:
+        nonlocal apply
+        apply = make_apply()
+        return apply(*args)
+
+    def first_plain(*args: Any) -> Any:
+        nonlocal plain
+        plain = _below(op)
+        return plain(*args)
+
+    apply, plain = first_apply, first_plain
+
     def call(*args: Any) -> Any:
         if is_compiling() or compiler._is_compiling_flag:
             return op(*args)
@@ -245,16 +269,16 @@ def _autograd(op: Any, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``, which
     public functions do elsewhere."""
     if is_grad_enabled() and any_requires_grad(*args):
-        return _differentiable[op].apply(*args) if is_transforming() else _applies[op](*args)
+        return _differentiable[op]().apply(*args) if is_transforming() else _applies[op]()(*args)
     return _below_autograd(builtin(op), *args)
 
 
 def _function(
-    op: Any, below: Callable[..., Any], more: bool, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+    op: Any, forward: str, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """``below`` computes the results, with ``more`` behind them what is only kept."""
-    count = len(schema_of(op).returns)
-    shown = 0 if count == 1 else slice(count)
+    """``forward``, if there is one, computes the results, with more behind them, which is only kept."""
+    count, more = len(schema_of(op).returns), bool(forward)
+    shown, below = 0 if count == 1 else slice(count), builtin(operator_of(forward)) if forward else _below(op)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -317,12 +341,14 @@ def _no_transform(function: str) -> Callable[..., Any]:
     return refuse
 
 
-def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _functional(op: Any, forward: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """The same for transforms of ``torch.func``, which want forward and context apart, and everything that is kept among the results."""
-    count, native = len(schema_of(op).returns), op if forward is None else forward
+    count = len(schema_of(op).returns)
 
     @functools.cache  # made when it is first needed: most processes need none, and to make a class takes as long as a call
     def function() -> type[torch.autograd.Function]:
+        native = operator_of(forward) if forward else op
+
         class Functional(torch.autograd.Function):
             generate_vmap_rule = True
 
@@ -344,7 +370,7 @@ def _functional(op: Any, forward: Any, setup_context: Callable[..., None], backw
 
     def call(*args: Any) -> Any:
         results = function().apply(*args)
-        return results if forward is None else results[0] if count == 1 else results[:count]
+        return results if not forward else results[0] if count == 1 else results[:count]
 
     return call
 
@@ -434,15 +460,14 @@ def has_native(family: str, device: str) -> bool:
     return not _thread.references_only and loader.ensure(family, device)
 
 
-def _loading(family: str, op: Any, reference: Callable[..., Any]) -> Callable[..., Any]:
+def _loading(family: str, op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference, preceded by the search for something better."""
-    qualified = op.name()
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
         device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
-        if has_native(family, device) and has_kernel(qualified, _DISPATCH_KEYS[device]):
-            return op(*args, **kwargs)
+        if has_native(family, device) and has_kernel(op, _DISPATCH_KEYS[device]):
+            return operator_of(op)(*args, **kwargs)
         return reference(*args, **kwargs)
 
     return entry
@@ -458,10 +483,9 @@ def _stand_in(family: str, key: str = "CUDA") -> None:
     if get_kernel is None:
         return
     for op in _families.get(family, ()):
-        qualified = schema_of(op).name
-        if has_kernel(qualified, key):
-            namespace, _, name = qualified.partition("::")
-            standing = _standing(family, get_kernel(op, key).call_boxed, references[op])
+        if has_kernel(op, key):
+            namespace, _, name = op.partition("::")
+            standing = _standing(family, get_kernel(operator_of(op), key).call_boxed, references[op])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns of what is meant here
                 _libraries[namespace].impl(name, standing, key, with_keyset=True, allow_override=True)

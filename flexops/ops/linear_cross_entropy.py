@@ -254,7 +254,7 @@ def _run_chunks(
     forward: Any = torch.ops.flexops.cross_entropy.default
     inplace: Any = torch.ops.flexops.cross_entropy_.default
     if x.dtype == torch.float64:  # which is for checks of this function only
-        forward, inplace, dtype = references[forward], references[inplace], torch.float64
+        forward, inplace, dtype = references[forward.name()], references[inplace.name()], torch.float64
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, elements, copies = weight.shape[0], weight.numel(), 2 if o.softcap and any(wanted) else 1
     row_bytes = copies * classes * dtype.itemsize

@@ -294,8 +294,7 @@ def _define(name: str, arguments: str, count: int, reference: Any, fake: Any, ch
     define("norm", f"{name}({arguments}) -> {results}", lambda *args: shown(reference(*args)), lambda *args: shown(fake(*args)), check=check, plain=True)
     every = ", ".join(["Tensor"] * (count + 1))
     define("norm", f"{name}.forward({arguments}) -> ({every})", reference, fake, check=check, hidden=True, function=name)
-    op = getattr(torch.ops.flexops, name)
-    add_gradient(op.default, setup_context, backward, forward=op.forward)
+    add_gradient(getattr(torch.ops.flexops, name).default, setup_context, backward, forward=f"flexops::{name}.forward")
 
 
 _define(

@@ -78,8 +78,8 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Args, dict[str, Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _register.references:
-            for op in dict.fromkeys((func, _register.public.get(func, func))):
+        if func.name() in _register.references:
+            for op in dict.fromkeys((func, _register.public.get(func.name(), func))):
                 copy = _snapshot if _register.has_gradient(op) else _detached
                 self.calls.append((op, tree_map(copy, args), tree_map(copy, kwargs or {})))
         return func(*args, **(kwargs or {}))

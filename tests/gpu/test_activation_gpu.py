@@ -68,16 +68,16 @@ def test_every_way_through_the_kernels(dtype: torch.dtype, layout: Callable[...,
         biased, gated = ("bias_gelu", "geglu") if activation else ("bias_silu", "swiglu")
         forward, backward = getattr(torch_ops, biased).default, getattr(torch_ops, f"{biased}_backward").default
         for bias in (None, torch.randn(shape[-1], device="cuda"), torch.randn(shape[-1] + 1, device="cuda").to(dtype)[1:]):
-            near(forward(x, bias, *activation), ops[forward](x, bias, *activation), dtype)
+            near(forward(x, bias, *activation), ops[forward.name()](x, bias, *activation), dtype)
             for wanted in (False,) if bias is None else (False, True):
                 arguments = (grad, x, bias, *activation, wanted)
                 actual = backward(*arguments)
-                near(actual, ops[backward](*arguments), dtype)
+                near(actual, ops[backward.name()](*arguments), dtype)
                 assert torch.equal(actual[1], backward(*arguments)[1])
         forward, backward = getattr(torch_ops, gated).default, getattr(torch_ops, f"{gated}_backward").default
         for inputs in ((x, up, *activation, False), (packed, None, *activation, False), (packed, None, *activation, True)):
-            near(forward(*inputs), ops[forward](*inputs), dtype)
-            near(backward(grad, *inputs), ops[backward](grad, *inputs), dtype)
+            near(forward(*inputs), ops[forward.name()](*inputs), dtype)
+            near(backward(grad, *inputs), ops[backward.name()](grad, *inputs), dtype)
 
 
 @pytest.mark.parametrize("which", on_cpu.ACTIVATIONS)

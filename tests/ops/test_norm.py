@@ -225,10 +225,10 @@ def compare_everything(seeds: range) -> None:
             compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
             _, total, statistics = compare(ops.add_layer_norm.forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs, bias_dtype)
-            compare(ops.layer_norm_backward, references[ops.layer_norm_backward.default], *backward, size=rows)
+            compare(ops.layer_norm_backward, references["flexops::layer_norm_backward"], *backward, size=rows)
             _, total, statistics = compare(ops.add_rms_norm.forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
-            compare(ops.rms_norm_backward, references[ops.rms_norm_backward.default], *backward, size=rows)
+            compare(ops.rms_norm_backward, references["flexops::rms_norm_backward"], *backward, size=rows)
 
 
 def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
@@ -430,7 +430,7 @@ def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
         argument.requires_grad_(gradient)
     with Recorder() as recorder:
         results = tensors_of(getattr(flexops, name)(*arguments, 1e-5))
-    op, plain, forward = (operator_of("flexops", name + way) for way in ("", "_plain", ".forward"))
+    op, plain, forward = (operator_of(f"flexops::{name}{way}") for way in ("", "_plain", ".forward"))
     assert {call[0] for call in recorder.calls} == ({op, forward} if gradient else {op})
     for_users = tensors_of(op(*arguments, 1e-5))
     leaves = [argument.detach() for argument in arguments]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from ...ops import _register
@@ -29,7 +28,7 @@ def _groups(setup: Setup, x: Tensor, bits: int, dim: int) -> Iterator[Case]:
     there: dict[str, Function] = {FLEXOPS: lambda x: op.quantize(x, bits=bits, dim=dim)}
     back: dict[str, Function] = {FLEXOPS: lambda packed, scales: op.dequantize(quantized._replace(packed=packed, scales=scales))}
     if bits == 4 and dim == -1:
-        plain = {name: _register.references[getattr(torch.ops.flexops, name).default] for name in ("quantize", "dequantize")}
+        plain = {name: _register.references[f"flexops::{name}"] for name in ("quantize", "dequantize")}
         there |= setup.compiled(lambda x: plain["quantize"](x, bits, 64, 1, False))
         back |= setup.compiled(lambda packed, scales: plain["dequantize"](packed, scales, x.shape[1], bits, 64, 1, x.dtype))
         there |= library("bitsandbytes fp4", "bitsandbytes.functional", "quantize_4bit", _bitsandbytes)
