@@ -4,6 +4,7 @@
 #   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
 #   FLEXOPS_TEST_IMAGES=1      as root, install and start a container engine for the tests of images (the default where CI=true; 0: never)
+#   FLEXOPS_TEST_WORKERS=N     processes that share the tests (pytest-xdist); default: one
 #   FLEXOPS_TEST_REQUIRE=1     what is missing on this machine fails instead of being skipped (the default where CI=true)
 if [ -z "${BASH_VERSION:-}" ] || [ -o posix ]; then # `sh scripts/...`
   command -v bash >/dev/null 2>&1 || { echo "this script needs bash: apt-get install bash" >&2; exit 2; }
@@ -112,11 +113,11 @@ start_test_engine() {
 start_engine_or_warn() { start_engine "$STATE/dockerd.log" || warn 'there is no container engine: the tests of images will fail'; }
 
 run_pytest() {
-  local status=0 log
+  local status=0 log workers=${FLEXOPS_TEST_WORKERS:-}
   log=$(mktemp)
   [[ ${CI:-} != true ]] || export FLEXOPS_TEST_REQUIRE=${FLEXOPS_TEST_REQUIRE:-1}
   export VIRTUAL_ENV=$PREFIX PATH="$PREFIX/bin:$PATH" PYTHONUTF8=1 # in whatever locale this runs, ours included
-  "$PREFIX/bin/python" -m pytest "$@" 2>&1 | tee "$log" || status=$?
+  "$PREFIX/bin/python" -m pytest ${workers:+-n "$workers"} "$@" 2>&1 | tee "$log" || status=$?
   printf '\npytest: %s\n' "$(tail -n 1 "$log" | sed 's/^=* *//; s/ *=*$//')"
   rm -f "$log"
   FAILURE_TOLD=yes # by pytest

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools  # noqa: F401  first of all: it refuses to load once a test has loaded the standard library's distutils, and torch's compiler needs it
@@ -33,9 +34,33 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     kept = os.environ.get("FLEXOPS_TEST_CACHE")  # for working on one test: what it compiles is found again in the next run
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
-    os.environ["FLEXOPS_CACHE_DIR"] = cache
+    os.environ["FLEXOPS_CACHE_DIR"] = os.environ["FLEXOPS_TEST_CACHE"] = cache  # the latter for pytest-xdist's workers, which have the cache in common
     if not kept:
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With ``-n``, a file's tests stay in one process, and so do those of a folder that builds something large for all of its files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((folder for folder in ("tests/conda", "tests/image") if path.startswith(f"{folder}/")), path)
+
+    config.option.loadscopereorder = False  # in the alphabet's order, whose last files are short ones, both processes end at about the same time
+    return ByFile(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["missing"] = _missing
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _missing.update(getattr(node, "workeroutput", {}).get("missing", {}))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
