@@ -66,7 +66,7 @@ _FAIR = "torch-all-jobs"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One rung's time in seconds; None if it was left out, and ``note`` says why."""
+    """One rung's time in seconds; None if it was left out, and ``note`` says why. Of an edit, ``note`` tells what it took by the clock, and the first build."""
 
     rung: Rung
     seconds: float | None
@@ -213,7 +213,7 @@ def _measure(runner: Runner, rung: Rung, quick: bool) -> Measurement:
     if rung.id.endswith("-ccache") and runner.launcher is None:
         return Measurement(rung, None, "no ccache here")
     try:
-        return Measurement(rung, runner.family(rung.family) if rung.family else runner.measure(rung.id))
+        return Measurement(rung, runner.family(rung.family)) if rung.family else Measurement(rung, *runner.measure(rung.id))
     except CompileError as error:  # minutes of other rungs must not be lost with it
         return Measurement(rung, None, f"failed: {error.what} {error.found}".strip())
     except OSError as error:  # a full disk, say

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CompileError, ToolchainError
 from ..toolchain.model import CudaToolkit, HostCompiler, Toolchain, TorchBuild
@@ -22,6 +22,16 @@ _HERE = Path(__file__).resolve().parent
 EDITS = 2
 EDITED = {"cpp": _HERE / "data" / "rows_edited.cpp", "cu": _HERE / "data" / "scale_edited.cu"}
 SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conventional_kernel.cu")
+
+class Spent(NamedTuple):
+    """What a build took: of processors, and of whoever waits."""
+
+    processor: float
+    clock: float
+
+    def __str__(self) -> str:
+        return f"{self.processor:.2f} s, {self.clock:.2f} s by the clock"
+
 
 _Environment = Mapping[str, "str | None"]
 """Variables for a child; None unsets."""
@@ -42,13 +52,13 @@ class Runner:
         if tools.cuda is not None:
             _linker_names(tools.cuda, tools.host, tools.torch, self.library_dir)
         self._runs = 0
-        self._edited: dict[str, dict[str, list[float]]] = {}
+        self._edited: dict[str, dict[str, list[Spent]]] = {}
 
-    def measure(self, rung_id: str) -> float:
-        """Seconds for one rung."""
+    def measure(self, rung_id: str) -> tuple[float, str]:
+        """Seconds for one rung, and what else is to be said of it."""
         if side_and_kind := re.fullmatch(r"(torch|flexops|nvrtc)-edit-(cpp|cu|cu-host)", rung_id):
             return self.edit(*side_and_kind.groups())
-        return {
+        seconds = {
             "torch-baseline": lambda: self.conventional("setuptools", self.all, jobs=1),
             "torch-ninja": lambda: self.conventional("load", self.all, jobs=1),
             "torch-one-arch": lambda: self.conventional("load", self.one, jobs=1),
@@ -63,6 +73,7 @@ class Runner:
             "flexops-aot": lambda: float(self._flexops_child({"aot": True}, self.one, self._fresh("cache"))["seconds"]),
             "flexops-import": lambda: self.flexops_warm("import_seconds"),
         }[rung_id]()
+        return seconds, ""
 
     # ---- the conventional side ----------------------------------------------------------------------------------------------------------
 
@@ -143,19 +154,20 @@ class Runner:
 
     # ---- edits of people's own sources, both sides in turns ------------------------------------------------------------------------------
 
-    def edit(self, side: str, kind: str) -> float:
-        """Processor time of building anew after an edit, of both by turns; the machine may have other work, so the clock on the wall says little."""
+    def edit(self, side: str, kind: str) -> tuple[float, str]:
+        """Processor time of building anew after an edit, of both by turns: the machine may have other work, so the clock on the wall says less, and is told."""
         if kind not in self._edited:
             sides = [one for one in ("torch", "flexops", "nvrtc") if not self.only or f"{one}-edit-{kind}" in self.only]
             takes = {"cpp": ("torch", "flexops"), "cu": ("torch", "flexops", "nvrtc"), "cu-host": ("nvrtc",)}[kind]
             self._edited[kind] = {one: [] for one in takes if one in sides and (one != "torch" or self.cuda)}
             for number in range(EDITS + 1):  # the first is the first build, which for flexops precompiles torch's headers as well
                 for one, measured in self._edited[kind].items():
-                    seconds = self._edit(one, kind, number)
-                    measured += [seconds] if number else []
-        return statistics.median(self._edited[kind][side])
+                    measured.append(self._edit(one, kind, number))
+        first, *edits = self._edited[kind][side]
+        median = Spent(*(statistics.median(numbers) for numbers in zip(*edits, strict=True)))
+        return median.processor, f"{median.clock:.2f} s by the clock; first build {first}"
 
-    def _edit(self, side: str, kind: str, number: int) -> float:
+    def _edit(self, side: str, kind: str, number: int) -> Spent:
         place = self.scratch / f"{side}-edit-{kind}"
         place.mkdir(exist_ok=True)
         edited = EDITED[kind.partition("-")[0]]
@@ -166,10 +178,12 @@ class Runner:
         request = {"name": source.stem, "sources": [str(source)], "directory": str(place), "library_dir": str(self.library_dir)}
         if side == "torch":
             assert self.cuda is not None
-            return float(self._conventional_child({**request, "mode": "load", "cuda_home": str(self.cuda.root)}, self.one)["processor"])
+            done = self._conventional_child({**request, "mode": "load", "cuda_home": str(self.cuda.root)}, self.one)
+            return Spent(done["processor"], done["seconds"])
         cache, request["cuda"] = self.scratch / "flexops-edits", self.cuda.version.major_minor if self.cuda else ""
         request["device_compiler"] = "nvrtc" if side == "nvrtc" else "nvcc"
-        return float(self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "auto" if (side, kind) == ("flexops", "cu") else "1"})["processor"])
+        done = self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "auto" if (side, kind) == ("flexops", "cu") else "1"})
+        return Spent(done["processor"], done["seconds"])
 
     # ---- both ---------------------------------------------------------------------------------------------------------------------------
 

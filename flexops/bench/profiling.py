@@ -33,7 +33,8 @@ def by_ncu(ncu: str, request: dict[str, Any]) -> list[dict[str, str]]:
     Raises:
         FlexopsError: what ncu says, such as that this user may not read the counters.
     """
-    command = [ncu, "--csv", "--target-processes", "all", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    # --clock-control none: with the clocks that the GPU has in use, which are not ours to set.
+    command = [ncu, "--csv", "--target-processes", "all", "--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(METRICS)]
     done = _run([*command, *_child(request)])
     if done.returncode or "ERR_NVGPUCTRPERM" in done.stdout:
         permission = "ERR_NVGPUCTRPERM" in done.stdout + done.stderr

@@ -20,6 +20,9 @@ from ..inspection import mix
 from ..op_builder import catalog
 
 
+_OP_HELP = "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a file or module with cases."
+
+
 class Tool(str, Enum):
     """compute-sanitizer's tools."""
 
@@ -37,7 +40,7 @@ class By(str, Enum):
 
 
 def profile(
-    op: Annotated[str, typer.Argument(metavar="OP", help="An operator or family of flexops, or a file or module with cases of your own.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help=_OP_HELP)],
     case: Annotated[str, typer.Option("--case", help="The first case whose name has this in it.")] = "",
     contender: Annotated[str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")] = "",
     by: Annotated[By | None, typer.Option(help="By default ncu where it is there, on a GPU.")] = None,
@@ -48,8 +51,8 @@ def profile(
     import torch
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    own = op.endswith(".py") or Path(op).is_file() or "." in op
-    request = {"places": [op] if own else [], "op": "" if own else op, "case": case, "contender": contender, "device": where}
+    place = op if op.endswith(".py") or Path(op).is_file() else _cases_of(op)
+    request = {"places": [place] if place else [], "op": "" if place else op, "case": case, "contender": contender, "device": where}
     ncu = mix.find_tool("ncu")
     if by is By.ncu and not ncu:
         raise ToolchainError("there is no ncu here", found="neither on PATH nor in a toolkit", required="Nsight Compute", fix="flexops profile --by torch")
@@ -94,6 +97,17 @@ def sanitize(
     typer.echo(f"{tool.value}: {verdict}")
     if process.returncode:
         raise typer.Exit(1)
+
+
+def _cases_of(op: str) -> str:
+    """The file or module with cases that is meant; nothing where it is flexops' own operator, whose cases are known."""
+    registered.load_for((op,))
+    if not any(op in (spec.project.name, spec.name) for spec in catalog.specs() if not spec.project.own):
+        return op if "." in op else ""
+    file = f"benchmarks/{catalog.select((op,))[0].family}.py"
+    if not Path(file).is_file():
+        raise FlexopsError(f"no cases of {op} are here", found=str(Path.cwd()), required=f"{file}, or the name of a file with cases(setup)")
+    return file
 
 
 def tests_of(op: str) -> list[str]:

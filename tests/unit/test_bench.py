@@ -40,14 +40,14 @@ def paper_runner(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             assert one == "9.0"
             assert len(everything.split(";")) >= 5
 
-        def measure(self, rung_id: str) -> float:
+        def measure(self, rung_id: str) -> tuple[float, str]:
             climbed.append(rung_id)
             if rung_id in interrupted_at:
                 raise KeyboardInterrupt
-            return SECONDS[rung_id]
+            return SECONDS[rung_id], "by the clock" if "-edit-" in rung_id else ""
 
         def family(self, name: str) -> float:
-            return self.measure(f"family-{name}")
+            return self.measure(f"family-{name}")[0]
 
     monkeypatch.setattr(build_ladder, "Runner", PaperRunner)
     monkeypatch.setattr(toolchain, "discover", lambda *_, **__: TOOLS, raising=False)
@@ -63,6 +63,7 @@ def test_every_rung_is_climbed_in_order(paper_runner: list[str]) -> None:
     assert paper_runner == [rung.id for rung in RUNGS]
     assert [item.rung.side for item in ladder.measurements] == sorted((rung.side for rung in RUNGS), reverse=True)
     assert ladder.ratio("torch-all-jobs", "flexops-cold") == pytest.approx(SECONDS["torch-all-jobs"] / SECONDS["flexops-cold"])
+    assert {item.note for item in ladder.measurements if "-edit-" in item.rung.id} == {"by the clock"}
 
 
 def test_a_quick_run_says_what_it_left_out(paper_runner: list[str]) -> None:
