@@ -1,7 +1,7 @@
 """Runs a command again whenever a source changes: ``flexops watch``.
 
-pytest, and Python programs, run in a fork of a process that has imported torch already (``watching_child.py``): after an edit of device code there is
-then a result within a second. Everything else is started as usual.
+pytest, and Python programs, run in a process that has imported torch already, and what else the last run imported (``watching_child.py``): after an edit
+of device code there is then a result within a second. Everything else is started as usual.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from .errors import FlexopsError
 SUFFIXES = frozenset({".cuh", ".cu", ".h", ".hpp", ".c", ".cc", ".cpp", ".cxx", ".py", ".toml"})
 POLL_SECONDS = 0.1
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules"})
-_CHILD = Path(__file__).with_name("watching_child.py")
+_PACKAGE = Path(__file__).parent
+_CHILD = _PACKAGE / "watching_child.py"
 
 State = dict[str, tuple[int, int]]
 
@@ -89,6 +91,8 @@ class Runner:
         if self._metric and self._metric.groups != 1:
             raise FlexopsError("--metric has no one group for the number", found=metric, required=r"such as '([\d.]+) GB/s'")
         self._warm: subprocess.Popen[bytes] | None = None
+        self._modules = tempfile.TemporaryFile()  # noqa: SIM115  what the last run imported
+        self._flexops: State = {}
 
     @property
     def is_python(self) -> bool:
@@ -115,7 +119,8 @@ class Runner:
     def warm_up(self) -> None:
         """Have torch imported before the next run needs it."""
         if self.is_python and (self._warm is None or self._warm.poll() is not None):
-            self._warm = _popen([sys.executable, str(_CHILD)], subprocess.PIPE)
+            modules, self._flexops = self._modules.fileno(), snapshot([_PACKAGE])
+            self._warm = _popen([sys.executable, str(_CHILD), str(modules)], subprocess.PIPE, inherited=(modules,))
 
     def stop(self) -> None:
         """End what runs, and whatever it started."""
@@ -127,6 +132,8 @@ class Runner:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self.is_python:
+            if self._warm and changed(self._flexops, snapshot([_PACKAGE])):  # it has the code of before
+                self.stop()
             self.warm_up()
             assert self._warm is not None
             assert self._warm.stdin is not None
@@ -160,5 +167,6 @@ class Runner:
             return None
 
 
-def _popen(command: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+def _popen(command: Sequence[str], stdin: int, inherited: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, bufsize=0, stdin=stdin, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited)

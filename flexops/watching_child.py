@@ -1,8 +1,9 @@
 """Waits for one command with torch imported already, and becomes it. Run as a script, by ``flexops watch``; so nothing here may be imported relatively.
 
-    python watching_child.py        reads one line from standard input: ["pytest", "-k", "scale"]
+    python watching_child.py 5        reads one line from standard input: ["pytest", "-k", "scale"]
 
-Each run has a process of its own, started while the last one's result is being read: nothing is left of a run in the next.
+Each run has a process of its own, started while the last one's result is being read: nothing is left of a run in the next but the names of the installed
+modules that it imported, in the file with that descriptor. The next one imports them before it has the command.
 """
 
 import atexit
@@ -10,12 +11,15 @@ import contextlib
 import json
 import os
 import runpy
+import site
 import sys
+import sysconfig
 
 
 def main() -> None:
     sys.path[0] = ""  # as for `python -m`, and not this folder, whose modules have names of others
-    for name in ("torch", "flexops", "pytest"):  # what takes long
+    known = os.pread(modules, os.fstat(modules).st_size, 0).decode().split()
+    for name in (*known, "torch", "flexops", "pytest"):  # what takes long
         with contextlib.suppress(Exception):  # the command itself will say so, if it needs it
             __import__(name)
     with contextlib.suppress(Exception):
@@ -42,10 +46,26 @@ def main() -> None:
         runpy.run_path(rest[0], run_name="__main__")
 
 
+def installed() -> "list[str]":
+    """The modules that nobody edits, in the order of their imports. Those that pytest rewrites, as plugins' are, it imports itself."""
+    flexops = os.path.dirname(os.path.abspath(__file__))  # an edit of which ends this process
+    folders = (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"), flexops)
+    places = tuple(f"{folder}{os.sep}" for folder in folders)
+    found = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
+    return [
+        name for name, spec in found
+        if spec and name == spec.name and str(spec.origin).startswith(places) and not type(spec.loader).__module__.startswith("_pytest.")
+    ]  # fmt: skip
+
+
 def leave(parent: int) -> None:
     """The last thing at the end: Python would take torch's modules apart, for which a result would wait half a second."""
     if os.getpid() != parent:  # a fork of the program's
         return
+    with contextlib.suppress(Exception):
+        names = "\n".join(installed()).encode()
+        os.ftruncate(modules, 0)
+        os.pwrite(modules, names, 0)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed by the program, or nobody reads it any more
             stream.flush()
@@ -53,7 +73,8 @@ def leave(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    status = 0
+    status, modules = 0, int(sys.argv[1])
+    os.set_inheritable(modules, False)
     atexit.register(leave, os.getpid())  # before all others, so after them
     try:
         main()

@@ -46,7 +46,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("torch-ccache", "torch", "+ ccache hit", quick=False),
     Rung("torch-warm", "torch", "again in a new process (nothing to build)", quick=True),
     Rung("torch-edit-cpp", "torch", "an edit of a pybind11 .cpp (processor time)", quick=False),
-    Rung("torch-edit-cu", "torch", "an edit of a .cu with torch/extension.h (processor time)", quick=False),
+    Rung("torch-edit-cu", "torch", "a .cu with torch/extension.h edited (processor time)", quick=False),
     Rung("flexops-all-archs", "flexops", "cold, every kernel, all architectures"),
     Rung("flexops-cold", "flexops", "cold, every kernel, one architecture"),
     Rung("flexops-ccache", "flexops", "ccache hit, one architecture (kernels anew)"),

@@ -217,6 +217,14 @@ def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Se
         raise ToolchainError(problem.what, found=found, required=problem.required, fix=lacking.fix) from None
 
 
+def _splits(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> bool:
+    """Whether the request could be built without nvcc."""
+    try:
+        return _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen) is not None
+    except ToolchainError:
+        return False
+
+
 def _of_extension(error: CompileError) -> ExtensionBuildError:
     return ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
 
@@ -251,7 +259,7 @@ def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings,
         if isinstance(result.error, CompileError):
             raise _of_extension(result.error)
         entry = result.require()
-    if line := extension_advice.split_device_code(plan, request, result.seconds):
+    if line := extension_advice.split_device_code(plan, request, result.seconds, without_nvcc=_splits(request, tools, chosen)):
         progress_lines.say(line, chosen.log)
     if chosen.log == "debug":
         _show_warnings(entry)

@@ -21,10 +21,13 @@ _WHOLE_TORCH = re.compile(
 )
 
 
-def split_device_code(plan: BuildPlan, request: Request, seconds: float) -> str:
+def split_device_code(plan: BuildPlan, request: Request, seconds: float, *, without_nvcc: bool) -> str:
     """The line that says how to split CUDA sources which read torch's headers; "" if none does, or the build was quick.
 
     nvcc reads a source three times and more: once for the host, once for each architecture, and once to bring both together.
+
+    Args:
+        without_nvcc: flexops can split them by itself.
     """
     found = list(torch_in_device_code(plan, request)) if seconds >= WORTH_SECONDS else []
     if not found:
@@ -32,10 +35,10 @@ def split_device_code(plan: BuildPlan, request: Request, seconds: float) -> str:
     names = ", ".join(sorted({os.path.basename(source) for source, _ in found}))
     headers = ", ".join(sorted({header for _, header in found}))
     passes = f"{2 + max(1, len(plan.architectures))} times"
-    return (
-        f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for {names}. Kernels alone in the .cu, torch in a .cpp "
-        f"beside it: they are read once, and not at all after an edit of a kernel ({PAGE})"
-    )
+    told = f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for {names}. "
+    if without_nvcc:
+        return f'{told}device_compiler="nvrtc" (or FLEXOPS_DEVICE_COMPILER=nvrtc) reads them once, and not at all after an edit of a kernel ({PAGE})'
+    return f"{told}Kernels alone in the .cu, torch in a .cpp beside it: they are read once, and not at all after an edit of a kernel ({PAGE})"
 
 
 def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[str, str]]:

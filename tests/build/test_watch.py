@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path: Pat
     assert found.status == 3
 
 
+def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_not(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("NAME = 'here'\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nbefore = {'colorsys', 'helper'} & set(sys.modules)\nimport colorsys, helper\nsys.exit({(): 3, ('colorsys',): 4}[tuple(before)])\n"
+    )
+    runner = watching.Runner(["python", str(program)])
+    found = [runner.run([], {}), runner.run([], {})]
+    assert [one and one.status for one in found] == [3, 4]
+
+
 @pytest.mark.parametrize(("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)])
 def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: int) -> None:
     """Its threads are waited for, what it left to the end is done, and its status is its own."""
@@ -109,9 +121,10 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: i
         "import atexit, sys, threading, time\natexit.register(print, 'at the end')\n"
         f"threading.Thread(target=lambda: (time.sleep(0.3), print('a thread'))).start()\nprint('the program', end=' ')\n{last}\n"
     )
-    child = [sys.executable, str(Path(watching.__file__).with_name("watching_child.py"))]
-    line = f'["python", "{tmp_path}/ends.py"]\n'
-    done = subprocess.run(child, input=line, capture_output=True, text=True, env=child_environment(PYTHONPATH=str(tmp_path / "none")))
+    line, environment = f'["python", "{tmp_path}/ends.py"]\n', child_environment(PYTHONPATH=str(tmp_path / "none"))
+    with tempfile.TemporaryFile() as modules:
+        child = [sys.executable, str(Path(watching.__file__).with_name("watching_child.py")), str(modules.fileno())]
+        done = subprocess.run(child, input=line, capture_output=True, text=True, env=environment, pass_fds=(modules.fileno(),))
     assert done.stdout == "the program a thread\nat the end\n", done.stderr
     assert done.returncode == code, done.stderr
     assert ("a text" in done.stderr) == ("text" in last)

@@ -111,12 +111,14 @@ def test_a_cuda_source_that_reads_all_of_torch_is_named_if_the_build_was_long(tm
     (tmp_path / "mine.h").write_text("#include <ATen/ATen.h>\n")
     asked = request(sources=(tmp_path / "a.cpp", tmp_path / "b.cu"), with_cuda=True)
     plan = plan_extension(asked, toolchain(cuda="13.0"), PYTHON, architectures=(Architecture(ComputeCapability(9, 0)),))
-    line = extension_advice.split_device_code(plan, asked, 44.4)
+    line = extension_advice.split_device_code(plan, asked, 44.4, without_nvcc=False)
     assert bool(line) == bool(header)
     if header:
         assert f"extension ext took 44 s to build: nvcc reads {header} 3 times for b.cu." in line
         assert (Path(__file__).parents[2] / extension_advice.PAGE).is_file()
-    assert extension_advice.split_device_code(plan, asked, 2.0) == ""
+        assert "Kernels alone in the .cu" in line
+        assert 'device_compiler="nvrtc"' in extension_advice.split_device_code(plan, asked, 44.4, without_nvcc=True)
+    assert extension_advice.split_device_code(plan, asked, 2.0, without_nvcc=True) == ""
 
 
 def test_without_cuda_in_torch_there_is_one_clear_error() -> None:
