@@ -19,7 +19,6 @@ from ..errors import FlexopsError, ToolchainError
 from ..inspection import mix
 from ..op_builder import catalog
 
-
 _OP_HELP = "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a file or module with cases."
 
 
@@ -63,7 +62,7 @@ def profile(
         return
     for line in profiling.lines(rows):
         typer.echo(line)
-    typer.echo(f"by {'ncu' if use_ncu else 'torch.profiler'}")
+    typer.echo(f"{place or op}, by {'ncu' if use_ncu else 'torch.profiler'}")
 
 
 def sanitize(

@@ -117,10 +117,9 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
     said = typed("sanitize", "mylib.scale")
     assert "kns=mylib" in said, "kernels of the project, not flexops': else nothing is looked at"
     assert "tests/test_scale.py" in said
-    said = typed("profile", "mylib.scale")
-    assert "benchmarks/scale.py" in said
-    assert "Error" not in said
-    assert "mylib::scale" in typed("profile", "benchmarks/scale.py", "--device", "cpu")
+    said = typed("profile", "mylib.scale", "--device", "cpu")
+    assert "mylib::scale" in said
+    assert "benchmarks/scale.py, by torch.profiler" in said
 
 
 def test_no_kernel_takes_more_than_the_baseline_says() -> None:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builds import REPOSITORY, child_environment
 from typer.testing import CliRunner
 
 from flexops.bench import own, timing
@@ -22,7 +16,6 @@ from flexops.bench.profile_child import kernel
 from flexops.cli._app import app
 from flexops.errors import FlexopsError, ToolchainError
 
-EXAMPLE = REPOSITORY / "flexops/builder/example"
 CASES = """
 import torch
 from flexops.bench import case
@@ -148,20 +141,6 @@ def test_tools_that_are_not_there_are_named(tmp_path: Path, cases: Path, monkeyp
         assert isinstance(done.exception, ToolchainError)
     assert "pip install nvidia-cuda-sanitizer-api" in str(done.exception)
     assert tmp_path.is_dir()
-
-
-def test_a_library_is_profiled_by_its_cases_and_sanitized_by_its_tests(tmp_path: Path) -> None:
-    shutil.copytree(EXAMPLE, tmp_path / "project")
-    program(tmp_path, "compute-sanitizer", 'echo "$@"; echo "========= ERROR SUMMARY: 0 errors"')
-    environment = child_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-
-    def flexops(*arguments: str) -> str:
-        command = [sys.executable, "-m", "flexops", *arguments]
-        done = subprocess.run(command, cwd=tmp_path / "project", env=environment, capture_output=True, text=True, check=False)
-        return done.stdout + done.stderr
-
-    assert "mylib::scale" in flexops("profile", "mylib.scale", "--device", "cpu")
-    assert re.search(r"--kernel-name kns=mylib .* tests/test_scale.py -k cuda or gpu", flexops("sanitize", "mylib"))
 
 
 @pytest.mark.gpu
