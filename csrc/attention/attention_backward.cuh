@@ -5,13 +5,21 @@
 // keys and kM / kSplit queries, and has dK and dV of 16 keys and kDim / kSplit columns. Without a split P^T and dS^T are left operands as
 // they lie in registers; with it they go through shared memory. dQ's tile is cut into 16 rows times as many columns as make eight parts.
 //
-//   Shared memory: K, V; kStages tiles of kM queries, of dO, of exponents and deltas; dS^T; with a split P^T.
+//   Shared memory: K, V; kStages tiles of kM queries, of dO, of exponents and deltas; dS^T; with a split P^T. Where 99 KB are all that a
+//   block gets, of more than 128 columns (tiles of 32 queries), each warp has its 16 rows of V in registers, and the next queries are
+//   loaded under dQ's product.
 #pragma once
 
 #include "attention/attention_backward_rows.cuh"
 #include "attention/attention_mma.cuh"
 
 namespace flexops::attention {
+
+/// Whether a warp has its rows of V in registers.
+template <int kDimV, int kM>
+FLEXOPS_DEVICE constexpr bool holds_v() {
+  return kDimV > 128 && kM < 64;
+}
 
 template <class T, int kDim, int kDimV, int kM_, int kN_, int kStages_>
 struct BackwardShape {
@@ -24,9 +32,11 @@ struct BackwardShape {
   using K = Panels<kN, kDim>;
   using V = Panels<kN, kDimV>;
   using Ds = Panels<kN, kM>;
-  static constexpr int kV = K::kBytes, kQ = kV + V::kBytes, kDo = kQ + kStages * Q::kBytes, kDs = kDo + kStages * Do::kBytes;
+  static constexpr int kV = K::kBytes, kQ = kV + (holds_v<kDimV, kM>() ? 0 : V::kBytes), kDo = kQ + kStages * Q::kBytes,
+                       kDs = kDo + kStages * Do::kBytes;
   static constexpr int kP = kDs + Ds::kBytes, kExponent = kP + (kSplit > 1 ? Ds::kBytes : 0), kDelta = kExponent + kStages * kM * 4;
   static constexpr int kBytes = kDelta + kStages * kM * 4;
+  static_assert(!holds_v<kDimV, kM>() || (kStages == 1 && V::kBytes <= kDs - kQ), "V comes by way of the queries' place");
 };
 
 /// acc += left^T right: 16 keys by a part of right's columns. Left, keys by queries, is in registers, or, with a split, in `left_tile`.
@@ -60,6 +70,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   using V = typename Shape::V;
   using Ds = typename Shape::Ds;
   constexpr int kThreads = Shape::kThreads, kSplit = Shape::kSplit, kQueries = Shape::kQueries;
+  constexpr bool kHoldsV = holds_v<kDimV, kM>();
   __align__(1024) extern __shared__ u8 memory[];
   u32 k = static_cast<u32>(__cvta_generic_to_shared(memory));
 
@@ -88,9 +99,18 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   };
 
   float dk[kDim / kSplit / 2] = {}, dv[kDimV / kSplit / 2] = {};
+  [[maybe_unused]] u32 held_v[kHoldsV ? kDimV / 16 : 1][4];
   if (!blocks.none()) {
+    const u32 v = k + (kHoldsV ? Shape::kQ : Shape::kV);
     load_rows<K, kThreads>(k, s.rows_k<const T>(p.k, n * kN), p.k.row, s.length_k - n * kN, problem.head_dim);
-    load_rows<V, kThreads>(k + Shape::kV, s.rows_k<const T>(p.v, n * kN), p.v.row, s.length_k - n * kN, problem.head_dim_v);
+    load_rows<V, kThreads>(v, s.rows_k<const T>(p.v, n * kN), p.v.row, s.length_k - n * kN, problem.head_dim_v);
+    if constexpr (kHoldsV) {
+      async_commit(), async_wait(0);
+      __syncthreads();
+#pragma unroll
+      for (int step = 0; step < kDimV / 16; ++step) V::load_left(held_v[step], v, warp_key, 16 * step);
+      __syncthreads();
+    }
     load_queries(first_head, blocks.begin, 0);
   }
   int head = first_head, m = blocks.begin;
@@ -120,11 +140,11 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
 #pragma unroll
     for (int step = 0; step < kDimV / 16; ++step) {
       u32 left[4], right[4];
-      V::load_left(left, v, warp_key, 16 * step);
+      if constexpr (!kHoldsV) V::load_left(left, v, warp_key, 16 * step);
 #pragma unroll
       for (int j = 0; j < kQueries / 16; ++j) {
         Do::load_right(right, d_o, split * kQueries + 16 * j, 16 * step);
-        mma_pair<T>(&dp[8 * j], left, right);
+        mma_pair<T>(&dp[8 * j], kHoldsV ? held_v[kHoldsV ? step : 0] : left, right);
       }
     }
     const u32 row_bytes = (stage * kM + split * kQueries + lane_column()) * 4;
@@ -141,6 +161,10 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
 
     add_keys_product<T, Ds, Do, kSplit>(dv, weights, weights_tile, warp_key, d_o, split);
     add_keys_product<T, Ds, Q, kSplit>(dk, ds, ds_tile, warp_key, q, split);
+    if (kHoldsV && i + 1 < tiles) {
+      __syncthreads();
+      load_queries(head, m, 0);
+    }
 
     float dq[Shape::kDqColumns / 2] = {};
     const int dq_row = warp % Shape::kDqRowWarps * 16, dq_column = warp / Shape::kDqRowWarps * Shape::kDqColumns;
@@ -157,7 +181,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     float* to = p.dq_sums + (now_head * p.padded_rows + padded + now_m * kM) * kDim + warp * (16 * Shape::kDqColumns) + lane_id();
 #pragma unroll
     for (int j = 0; j < Shape::kDqColumns / 2; ++j) atomicAdd(to + 32 * j, dq[j]);
-    if (kStages == 1 && i + 1 < tiles) {
+    if (kStages == 1 && !kHoldsV && i + 1 < tiles) {
       __syncthreads();
       load_queries(head, m, 0);
     }

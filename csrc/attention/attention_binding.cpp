@@ -265,8 +265,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, std::optional
     const char* argument = each == &lse ? "lse" : "grad_lse";
     check_device(op, argument, *each, "q", q);
     check_dtype(op, argument, *each, Dtype::f32);
-    FLEXOPS_CHECK(each->numel() == q.numel() / (a.head_dim > 0 ? a.head_dim : 1) && each->dim() == q.dim() - 1 &&
-                      each->size(-1) == a.rows_q && each->size(-2) == a.heads_q,
+    FLEXOPS_CHECK(each->dim() == q.dim() - 1 && each->size(-1) == a.rows_q && each->size(-2) == a.heads_q &&
+                      (each->dim() < 3 || each->size(0) == q.size(0)),
                   op, ": ", argument, " must have a number for each row of q, ", shape_text(q), ", got ", shape_text(*each));
   }
   lse = contiguous(lse), grad_lse = dense(grad_lse);

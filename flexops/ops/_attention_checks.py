@@ -55,13 +55,6 @@ def declined(q: Any, v: Any, score_mod: int = 0) -> str:
     return ""
 
 
-def declined_backward(q: Tensor, v: Tensor) -> str:
-    """The same of the backward kernels, for what forward ones take."""
-    if q.is_cuda and max(q.shape[-1], v.shape[-1]) > 128 and torch.cuda.get_device_capability(q.device) in ((8, 6), (8, 9), (12, 0), (12, 1)):
-        return "the gradients of a head_dim above 128 (a multiprocessor of this GPU has too little shared memory)"
-    return ""
-
-
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     device = q.device.type if isinstance(q, Tensor) else ""
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

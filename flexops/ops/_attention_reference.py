@@ -40,7 +40,7 @@ def _pieces(q: Tensor, k: Tensor, o: Options) -> Iterator[_Piece]:
 
 
 def _scale(q: Tensor, o: Options) -> float:
-    return float(q.shape[-1] ** -0.5) if o.scale is None else o.scale
+    return float(max(q.shape[-1], 1) ** -0.5) if o.scale is None else o.scale
 
 
 def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
-from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, declined, declined_backward, fail, longest_of, window_of
+from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, declined, fail, longest_of, window_of
 from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference, rows_first
 from ._difference import difference
 from ._register import caller, define
@@ -161,7 +161,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[T
     arguments = (grad, grad_lse, q, k, v, out, lse, *options)
     gradients: list[Tensor | None] = [None] * len(needs)
     if needs[0] or needs[1] or needs[2]:
-        composed = declined(q, v, *options[-1:] if tensors else ()) or declined_backward(q, v)
+        composed = declined(q, v, *options[-1:] if tensors else ())
         dq, dk, dv = (_backward_composed if composed else _backward_by_kernels)(*arguments)
         gradients[:3] = dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
     if tensors and needs[_BIAS]:
@@ -217,7 +217,7 @@ define(
 define(
     "attention",
     f"attention_composed_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    noting(backward_reference, lambda q, v, mod: declined(q, v, mod) or declined_backward(q, v), 2, 7),
+    noting(backward_reference, declined, 2, 7),
     backward_fake,
     check=check_backward,
     native=False,

@@ -45,7 +45,7 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     folder = Path(machine["folder"])
     known = {name: value for name, value in machine.items() if name != "folder"}
     known |= {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]), "FLEXOPS_TEST_CACHE": str(settings.current().cache_dir)}
-    environment = stand_in_driver.environment(folder, **known, **variables)
+    environment = stand_in_driver.environment(folder, **(known | variables))
     command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", *selection]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
@@ -140,6 +140,8 @@ SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the dri
     "half_a_step and not any_shape or native_gives_the_references_bits or begin_anywhere and cpu or not_finite or comes_back_exactly or span"
 )
 
+IN_99_KILOBYTES = "sm_80 and (every_tiling and (160 or 192 or 256) or float16 and 256 or soft_cap and 256 or deterministic and 256 and True)"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward", "reversed"])
@@ -152,6 +154,12 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
 def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
     """Of GPUs' own tests, with tensors of the CPU."""
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "score_modifiers and not hopper")
+
+
+@pytest.mark.slow
+def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
+    """What GPUs of 8.6, 8.9 and 12.x take of more than 64 columns."""
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", IN_99_KILOBYTES, STAND_IN_GPUS="86")
 
 
 # ---- people's own sources ----------------------------------------------------------------------------------------------------------------------------

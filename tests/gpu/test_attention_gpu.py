@@ -1,4 +1,5 @@
-"""flexops.attention's kernels on a GPU: every tiling of both ways, Hopper's own and the one for sm_80 and newer, against float64 and torch's flash backend."""
+"""flexops.attention's kernels on a GPU: every tiling of both ways, Hopper's own and the one for sm_80 and newer (backward also with
+the 99 KB of shared memory that 8.6, 8.9 and 12.x have), against float64 and torch's flash backend."""
 
 from __future__ import annotations
 
@@ -39,14 +40,16 @@ def _library() -> Any:
     return ctypes.CDLL(str(next(one.path for one in flexops.status() if one.op == "attention" and one.device == "cuda" and one.path)))
 
 
-@pytest.fixture(params=["hopper", "sm_80"])
+@pytest.fixture(params=["hopper", "sm_80", "sm_86"])
 def way(request: pytest.FixtureRequest, require: Any) -> Iterator[str]:
     """Which kernels run, of those that take any number of queries."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    require(hopper or request.param == "sm_80", "a GPU of capability 9.0", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
+    require(hopper or request.param != "hopper", "a GPU of capability 9.0", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
     _library().flexops_attention_hopper(int(request.param == "hopper"))
     _library().flexops_attention_splits(0)
+    _library().flexops_attention_shared(ctypes.c_int64(99 << 10 if request.param == "sm_86" else 1 << 20))
     yield request.param
+    _library().flexops_attention_shared(ctypes.c_int64(1 << 20))
     _library().flexops_attention_hopper(1)
     _library().flexops_attention_splits(-1)
 
@@ -122,7 +125,7 @@ def test_no_worse_than_torchs_flash_backend(dtype: torch.dtype, columns: int, in
     expected = run(lambda *of: exact(*of, causal=causal)[0], [x.double() for x in tensors], grad.double())
     ours, theirs = run(lambda *of: flexops.attention(*of, causal=causal), tensors, grad), run(flash, tensors, grad)
     for what, actual, rival, value in zip(("result", "gradient of q", "gradient of k", "gradient of v"), ours, theirs, expected, strict=True):
-        name = f"attention, {inputs}, {columns} columns{'' if way == 'hopper' else ', as on sm_80'}"
+        name = f"attention, {inputs}, {columns} columns{'' if way == 'hopper' else f', as on {way}'}"
         found = accuracy.errors(actual, value), accuracy.errors(rival, value)
         accuracy.write(SimpleNamespace(name=name), "cuda", dtype, what, *found, float(size_of(value)))  # type: ignore[arg-type]
         assert distance_of(actual, value) <= 1.1 * distance_of(rival, value), f"{what}: {found}"

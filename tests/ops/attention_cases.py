@@ -29,7 +29,7 @@ def exact(
 ) -> tuple[Tensor, Tensor]:
     """Output and log sum exp, in q's dtype, differentiable. A row that sees nothing is zeros."""
     group = q.shape[2] // k.shape[2]
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = s.shape[2:]
