@@ -140,7 +140,6 @@ SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the dri
     "half_a_step and not any_shape or native_gives_the_references_bits or begin_anywhere and cpu or not_finite or comes_back_exactly or span"
 )
 
-IN_99_KILOBYTES = "sm_80 and (every_tiling and (160 or 192 or 256) or float16 and 256 or soft_cap and 256 or deterministic and 256 and True)"
 
 
 @pytest.mark.slow
@@ -158,8 +157,8 @@ def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
-    """What GPUs of 8.6, 8.9 and 12.x take of more than 64 columns."""
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", IN_99_KILOBYTES, STAND_IN_GPUS="86")
+    """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
+    assert emulated(machine, "tests/ops/test_attention.py", "-k", "any_head_dim and (192 or 256) and not reference and not dtype0", STAND_IN_GPUS="86")
 
 
 # ---- people's own sources ----------------------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _biases() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["float32, all batches", "bfloat16", "float16, one row", "bool", "two dimensions, transposed"])
 @pytest.mark.usefixtures("way")
 def test_bias(kind: str, columns: int) -> None:
@@ -175,7 +175,7 @@ def test_alibi(batched: bool) -> None:
     assert_close(errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16)
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("score_mod", SCORE_MODS)
 @pytest.mark.usefixtures("way")
 def test_score_modifiers(score_mod: Any, columns: int) -> None:
@@ -206,10 +206,11 @@ def test_sinks_and_gradients_of_log_sum_exp() -> None:
     assert_close(errors(*qkv(200, 300, 4, 2, 128), sinks=torch.randn(4, device="cuda"), causal=True, with_lse=True), torch.bfloat16)
 
 
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.usefixtures("way")
-def test_all_at_once() -> None:
+def test_all_at_once(columns: int) -> None:
     options = {"alibi_slopes": torch.rand(4, device="cuda"), "bias": torch.randn(2, 1, 300, 400, device="cuda"), "sinks": torch.randn(4, device="cuda")}
-    q, k, v = qkv(300, 400, 4, 2, 128)
+    q, k, v = qkv(300, 400, 4, 2, columns)
     assert_close(errors(q * 3, k * 3, v, causal=True, softcap=20.0, window=(150, None), with_lse=True, **options), torch.bfloat16)
 
 
