@@ -25,7 +25,7 @@ int64_t tiles_of(const Attention& a, const Tiling<DecodeParams>& tiling) {
 /// In how many parts keys are cut: what takes the least time, counted in bytes that memory moves meanwhile. A block of threads alone gets a
 /// share of memory's bandwidth only, and parts have to be put together again.
 int choose_splits(const Attention& a, const Tiling<DecodeParams>& tiling) {
-  constexpr int64_t kLeastKeys = 256, kCombineBytes = 12 << 20;
+  constexpr int64_t kLeastKeys = 64, kCombineBytes = 12 << 20;
   if (splits_wanted > 0) return static_cast<int>(least(splits_wanted, kMostSplits));
   const Gpu& gpu = gpu_facts();
   const int64_t resident = gpu.processors * (gpu.shared_of_processor >= 2 * (tiling.bytes + 1024) ? 2 : 1);
