@@ -14,6 +14,7 @@ A query that sees no key has zeros as its output and gradients, and ``-inf`` as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,7 @@ def _keep(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> No
     ctx.options = _with_tensors(options, *[None] * 5)
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(operator: Callable[..., Any], ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     options = _with_tensors(ctx.options, *tensors) if tensors else ctx.options
     needs = ctx.needs_input_grad
@@ -161,8 +162,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[T
     arguments = (grad, grad_lse, q, k, v, out, lse, *options)
     gradients: list[Tensor | None] = [None] * len(needs)
     if needs[0] or needs[1] or needs[2]:
-        composed = declined(q, v, *options[-1:] if tensors else ())
-        dq, dk, dv = (_backward_composed if composed else _backward_by_kernels)(*arguments)
+        dq, dk, dv = operator(*arguments)
         gradients[:3] = dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
     if tensors and needs[_BIAS]:
         gradients[_BIAS] = torch.ops.flexops.attention_bias_backward(*arguments)
@@ -193,19 +193,6 @@ def _gradient_of_sinks(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: 
 
 _RESULTS = "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
-for _name, _instead, _is_native in (("attention", reference, True), ("attention_composed", noting(reference, declined, 0, 3), False)):
-    define(
-        "attention",
-        f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
-        _instead,
-        fake,
-        check=check,
-        setup_context=_keep,
-        backward=_backward,
-        native=_is_native,
-        plain=_is_native,
-        function="attention",
-    )
 define(
     "attention",
     f"attention_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
@@ -223,6 +210,20 @@ define(
     native=False,
     function="attention",
 )
+for _name, _instead, _is_native in (("attention", reference, True), ("attention_composed", noting(reference, declined, 0, 3), False)):
+    _operator = builtin(torch.ops.flexops.attention_backward.default if _is_native else torch.ops.flexops.attention_composed_backward.default)
+    define(
+        "attention",
+        f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+        _instead,
+        fake,
+        check=check,
+        setup_context=_keep,
+        backward=functools.partial(_backward, _operator),
+        native=_is_native,
+        plain=_is_native,
+        function="attention",
+    )
 define(
     "attention",
     f"attention_bias_backward({_RESULTS}, {SCHEMA}) -> Tensor",
@@ -236,8 +237,6 @@ define(
 # With arguments of the operators, in their order; those behind the last one that matters may be left out.
 by_kernels = caller(torch.ops.flexops.attention.default)
 _composed = caller(torch.ops.flexops.attention_composed.default)
-_backward_by_kernels = builtin(torch.ops.flexops.attention_backward.default)
-_backward_composed = builtin(torch.ops.flexops.attention_composed_backward.default)
 
 
 # ---- operations, for torch's counter -------------------------------------------------------------------------------------------------------
