@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import builder as builder
     from . import nn as nn
     from . import optim as optim
+    from . import patching as patching
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
     from .op_builder.counters import cache_stats as cache_stats
@@ -91,7 +92,7 @@ _NAMES = {
     "ops.scaled_dot_product_attention": ("scaled_dot_product_attention",),
     "ops.softmax": ("causal_softmax", "scaled_masked_softmax"),
     "optim": ("optim",),
-    "patching": ("patch", "unpatch"),
+    "patching": ("patch", "patching", "unpatch"),
 }
 """What is public, by the module that has it: the imports above, which type checkers read, once more."""
 

@@ -1,6 +1,7 @@
 """Renders docs/troubleshooting.md from the tables that diagnose, and builds the documentation site, strictly: a broken link or docstring is an error.
 
-    pip install -r docs/requirements.txt && python scripts/build_docs.py      # into site/
+    bash scripts/ci/build_site.sh             # into site/, with an environment of its own
+    python scripts/build_docs.py              # into site/, where torch, flexops' requirements and docs/requirements.txt are installed
     python scripts/build_docs.py --render                                     # troubleshooting.md only
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 CHECKS = ROOT / "flexops" / "doctor" / "checks"
+NEEDED = ("sphinx", "myst_parser", "sphinx_copybutton", "furo", "torch", "typer", "rich")
+"""What builds the site, and what the modules import whose docstrings are in it."""
 HEAD = """# Troubleshooting
 
 <!-- generated from flexops/op_builder/diagnose.py and flexops/doctor/checks by `python scripts/build_docs.py --render` -->
@@ -93,6 +97,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def build(out: Path) -> int:
     """Sphinx's exit status. Warnings are errors, and all of them are shown."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = "bash scripts/ci/build_site.sh   # makes an environment for it"
+        sys.exit(f"the site cannot be built by {sys.executable}\n  found: no {', '.join(missing)}\n  fix: {fix}")
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", "auto", "-q", "-W", "--keep-going", "-d", str(out.parent / f".{out.name}-doctrees")]
     return subprocess.run([*command, str(ROOT / "docs"), str(out)], check=False).returncode
 

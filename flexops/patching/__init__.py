@@ -2,6 +2,7 @@
 
 from .apply import patch as patch
 from .apply import unpatch as unpatch
+from .attention import register_attention as register_attention
 from .hub import kernel_mapping as kernel_mapping
 from .report import Report as Report
 from .report import Row as Row

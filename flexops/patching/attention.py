@@ -22,7 +22,7 @@ from .report import Row
 NAME = "flexops"
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -147,7 +147,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     cls = type(part)
     reason = reason or _refusal(model, part)
     if not reason:
-        register()
+        register_attention()
         if _BEFORE not in model.__dict__:
             model.__dict__[_BEFORE] = model.config._attn_implementation
             model.register_forward_pre_hook(hide_nothing, with_kwargs=True)

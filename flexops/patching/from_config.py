@@ -14,7 +14,7 @@ from .apply import patch
 from .classes import architectures
 from .report import Report
 
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def report(name: str) -> Report:
@@ -67,9 +67,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _class(transformers: Any, config: Any) -> Any:
-    """The class that the config names, else the one for language models, else the bare model."""
+    """The class that the config names, else the one for masked or causal language models, else the bare model."""
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0] or " ", None)
     if named is not None:
         return named
-    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModel)
+    masked = () if getattr(config, "is_decoder", False) else (transformers.AutoModelForMaskedLM,)  # BERT is in both lists
+    kinds = (*masked, transformers.AutoModelForCausalLM, transformers.AutoModel)
     return next(kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping)

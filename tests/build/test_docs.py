@@ -46,6 +46,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 
+def test_who_lacks_what_builds_it_is_told_what_makes_an_environment() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(BUILD)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert "no sphinx" in done.stderr
+    assert "fix: bash scripts/ci/build_site.sh" in done.stderr
+
+
 def public_names() -> Iterator[str]:
     """``flexops.x`` for every public name, and those of the modules among them."""
     for name in flexops.__all__:

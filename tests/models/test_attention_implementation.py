@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+import flexops
 from flexops.patching import attention
 
 NEW = 9  # tokens, more than a window is long
@@ -23,8 +25,19 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 """``left``: one sequence of the batch is padded there."""
 
 
+def test_a_model_is_loaded_with_it(tmp_path: Path) -> None:
+    """As the guide has it; what is saved says nothing of flexops, so that it can be loaded without."""
+    flexops.patching.register_attention()
+    tiny.model("llama").save_pretrained(tmp_path)
+    model, plain = (AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=one).eval() for one in (attention.NAME, "eager"))
+    inputs = tiny.batch("llama")
+    torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert "flexops" not in (tmp_path / "config.json").read_text()
+
+
 def named(name: str, implementation: str, **changes: Any) -> Any:
-    attention.register()
+    attention.register_attention()
     model = tiny.model(name, **changes).eval()
     model.set_attn_implementation(implementation)
     return model

@@ -240,8 +240,10 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
     assert "geglu" not in shown
     assert shown.splitlines()[0].endswith(", 0 left as they are")
     assert "bias_gelu" in CliRunner().invoke(app, ["patch", "phi"]).stdout
-    with pytest.raises(flexops.errors.PatchError, match="no such config"):
-        CliRunner().invoke(app, ["patch", str(tmp_path / "nowhere")], catch_exceptions=False)
+    assert "linear_cross_entropy" in CliRunner().invoke(app, ["patch", "bert"]).stdout  # the model with a loss that its words were masked for
+    for nowhere in (str(tmp_path / "nowhere"), "./nowhere"):  # which is no name on the Hub
+        with pytest.raises(flexops.errors.PatchError, match="no such config"):
+            CliRunner().invoke(app, ["patch", nowhere], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

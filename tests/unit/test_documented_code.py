@@ -27,6 +27,7 @@ ELSEWHERE = {
     ("docs/builder.md", "TestScale(Contract)"): "examples/scale_lib, by tests/build/test_builder.py",
     ("docs/clusters.md", "ray.init("): "nowhere: it needs Ray; the settings are those of tests/build/test_remote.py",
     ("docs/kernels.md", "mask_rows"): "an ellipsis; templates: tests/unit/test_kernel_definition.py and tests/gpu/test_kernel_gpu.py",
+    ("docs/models.md", "register_attention()"): "tests/models/test_attention_implementation.py",
     ("docs/models.md", "from_pretrained(...)"): "tests/models/test_patch.py",
     ("docs/models.md", "kernels.kernelize("): "tests/models/test_patch_libraries.py",
     ("docs/operators.md", "flexops.load("): "tests/build/test_extension.py",
@@ -47,6 +48,15 @@ def blocks() -> dict[tuple[str, int], str]:
 
 BLOCKS = blocks()
 RUN = sorted(key for key, code in BLOCKS.items() if not any(page == key[0] and part in code for page, part in ELSEWHERE))
+
+
+def test_what_the_pages_call_is_there_after_import_flexops() -> None:
+    """Whatever has been imported before: a module that is no public name is an attribute only once somebody has imported it."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    inline = [code for page in pages for code in re.findall(r"`(flexops\.[^`\n]*\()", page.read_text())]
+    called = re.findall(r"\bflexops\.(\w+)[\w.]*\(", "\n".join([*inline, *BLOCKS.values()]))
+    assert "patching" in called
+    assert set(called) <= set(flexops.__all__)
 
 
 def world() -> dict[str, Any]:
