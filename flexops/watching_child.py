@@ -34,10 +34,12 @@ def main() -> None:
     sys.argv = command
     sys.path[0] = os.getcwd()
     program, rest = os.path.basename(command[0]), command[1:]
+    if rest[:2] == ["-m", "pytest"]:
+        program, rest = "pytest", rest[2:]
     if program in ("pytest", "py.test"):
         import pytest
 
-        sys.exit(pytest.main(rest))
+        sys.exit(pytest.main([*rest, "-W", "ignore::pytest.PytestAssertRewriteWarning"]))  # its plugins are there already, with plain asserts
     if rest[:1] == ["-m"]:
         sys.argv = rest[1:]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -47,15 +49,12 @@ def main() -> None:
 
 
 def installed() -> "list[str]":
-    """The modules that nobody edits, in the order of their imports. Those that pytest rewrites, as plugins' are, it imports itself."""
+    """The modules that nobody edits, in the order of their imports."""
     flexops = os.path.dirname(os.path.abspath(__file__))  # an edit of which ends this process
     folders = (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"), flexops)
     places = tuple(f"{folder}{os.sep}" for folder in folders)
     found = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
-    return [
-        name for name, spec in found
-        if spec and name == spec.name and str(spec.origin).startswith(places) and not type(spec.loader).__module__.startswith("_pytest.")
-    ]  # fmt: skip
+    return [name for name, spec in found if spec and name == spec.name and str(spec.origin).startswith(places)]
 
 
 def leave(parent: int) -> None:

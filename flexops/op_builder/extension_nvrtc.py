@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import toolchain
 from ..errors import CompileError, NativeUnavailableError, ToolchainError
 from . import layout
+from .cuda_declarations import Unsplittable
 from .cuda_names import ACCESSORS, HALVES
-from .cuda_source import STUB, Unsplittable, split
+from .cuda_source import STUB, split
 from .extension_plan import NVCC_DEFINES, Request, is_cuda
 from .kernel_names import demangled, single
 from .program import TORCH_TYPES, Program

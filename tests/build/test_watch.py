@@ -114,6 +114,15 @@ def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_
     assert [one and one.status for one in found] == [3, 4]
 
 
+def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_one.py").write_text("import hypothesis\ndef test_one(): pass\n")
+    for command in (["pytest"], ["python", "-m", "pytest"]):
+        runner = watching.Runner([*command, "-q", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)])
+        assert [one and one.status for one in (runner.run([], {}), runner.run([], {}))] == [0, 0]
+    assert (said := capfd.readouterr().out).count("1 passed") == 4, said
+    assert "RewriteWarning" not in said
+
+
 @pytest.mark.parametrize(("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)])
 def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: int) -> None:
     """Its threads are waited for, what it left to the end is done, and its status is its own."""

@@ -196,7 +196,7 @@ def test_the_time_of_a_first_result_is_printed() -> None:
         "compile = getattr(torch.cuda, '_compile_kernel', None)\n"
         "try:\n"
         "    started = time.perf_counter()\n"
-        "    kernel = compile('extern \"C\" __global__ void s(const float* x, float* out, float f, int n)"
+        "    kernel = compile('extern \"C\" __global__ void s(const float* x, float* out, double f, int n)"
         " { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f; } // ' + str(time.time()), 's')\n"
         "    out = torch.empty_like(x)\n"
         "    kernel(grid=(4, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n"
@@ -214,7 +214,7 @@ def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
     """Host time of a call, queued without waiting, the contenders in turns; the least of several rounds."""
     x = torch.ones(64, device="cuda")
     contenders: dict[str, Callable[[], object]] = {"x * 2.0": lambda: x * 2.0, "flexops.kernel": lambda: scale(x, 2.0), "its op": lambda: scale.op(x, 2.0)}
-    text = 'extern "C" __global__ void s(const float* x, float* out, float f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
+    text = 'extern "C" __global__ void s(const float* x, float* out, double f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
     try:
         peer = torch.cuda._compile_kernel(text, "s")
     except Exception as error:  # an older torch, or one that lacks a header

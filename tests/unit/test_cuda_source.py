@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexops.errors import ToolchainError
-from flexops.op_builder.cuda_source import Split, Unsplittable, split
+from flexops.op_builder.cuda_declarations import Unsplittable
+from flexops.op_builder.cuda_source import Split, split
 from flexops.op_builder.cuda_tokens import Unclear, brackets, tokens_of
 from flexops.op_builder.extension_nvrtc import expression_of, flags_of, kernel_of
 from flexops.op_builder.kernel_names import alike
