@@ -85,11 +85,13 @@ class Library:
             FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
         """
         signature = None
+        if not family.isidentifier():
+            raise FlexopsError(f"no family can be called {family!r}", required="an identifier: the name of a folder of csrc", fix="rename it, and the folder")
         if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
             what, required = f"the schema {text!r} has keyword-only arguments", "that is the Python function's, not the schema's"
             raise FlexopsError(what, required=required, fix="leave *, out of the schema, and name the arguments after * in the reference")
         if not own_binding:
-            every = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+            every = (outputs,) if isinstance(outputs, (Output, str)) else tuple(outputs)
             signature = schema.declare(text, dtypes=dtypes, shapes=shapes, strided=strided, outputs=every, split=split, rows=rows, numbers=numbers)
         name = signature.schema.name if signature else text.partition("(")[0].strip()
 

@@ -147,6 +147,9 @@ def _choices() -> tuple[settings.Settings, tuple[DeviceType, ...]]:
         table = {}
     if unknown := sorted(set(table) - {"devices", "architectures"}):
         raise FlexopsError(f"[tool.flexops] has {', '.join(unknown)}", required="devices, architectures", fix="correct pyproject.toml")
+    for name, form in (("devices", 'devices = ["cpu", "cuda"]'), ("architectures", 'architectures = "8.0;9.0"')):
+        if name in table and not isinstance(table[name], list if name == "devices" else str):
+            raise FlexopsError(f"[tool.flexops] {name} is {table[name]!r}", required=form, fix="correct pyproject.toml")
     asked = chosen.aot_devices or tuple(table.get("devices", ())) or ("cpu", "cuda")
     if wrong := [device for device in asked if device not in ("cpu", "cuda")]:
         raise FlexopsError(f"[tool.flexops] devices has {', '.join(map(str, wrong))}", required="cpu, cuda", fix="correct pyproject.toml")

@@ -197,7 +197,7 @@ def _evaluated(label: str, given: Any, schema: Schema, functions: dict[str, Any]
     if parameters is None or any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return f"{label}({', '.join(argument.name for argument in schema.arguments)})"
     if unknown := [one.name for one in parameters if one.name not in known and one.default is one.empty]:
-        what = label.strip("_").replace("_", " of ", 1)
+        what = label.strip("_").removesuffix("_of").replace("_", " of ", 1)
         raise _wrong(schema, f"the function given for {what} asks for {', '.join(unknown)}", f"names of the schema: {', '.join(known)}")
     by_name = {one.name: f"{one.name}={one.name}" if one.kind is one.KEYWORD_ONLY else one.name for one in parameters}
     return f"{label}({', '.join(text for name, text in by_name.items() if name in known)})"

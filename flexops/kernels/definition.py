@@ -30,6 +30,9 @@ _MENDS = {
     "cuda_fp16.h": "float16 is there without a header; for CUDA's own: include=[<a toolkit's include directory>]",
     "__nv_bfloat16": "write bfloat16, which is there without a header and converts to and from float",
     "__half": "write float16, which is there without a header and converts to and from float",
+    'source file "cmath"': "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header",
+    'source file "math.h"': "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header",
+    "unrecognized option": "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them",
     "cannot open source file": "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are there without it)",
     '"std"': "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a toolkit's include directory>] has cuda/std)",
 }

@@ -201,6 +201,9 @@ def declare(
     every = tuple((name, asked.get(name, FLOATS if name == first or rows else (first,))) for name in tensors)
     if outputs and len(outputs) != len(read.results):
         raise FlexopsError(f"{read.name} declares {len(outputs)} outputs", required=f"one for each of its {len(read.results)} results", fix="correct outputs=")
+    if strange := [one for one in outputs if not isinstance(one, Output)]:
+        fix = f"outputs=builder.Output({strange[0]!r})"
+        raise FlexopsError(f"{read.name}: outputs cannot be understood", found=repr(strange[0]), required="builder.Output, one for each result", fix=fix)
     made = tuple(outputs) or (Output(),) * len(read.results)
     lists = {argument.name: "any" for argument in read.arguments if argument.many and argument.written}  # nothing is copied in their stead
     layouts = dict(strided) if isinstance(strided, Mapping) else dict.fromkeys(strided, "any")

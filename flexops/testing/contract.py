@@ -23,17 +23,20 @@ Each of the classes that it is put together from holds operators to one thing; w
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import flexops
+from flexops.bench import reference as on_reference
 from flexops.op_builder import loader
 
-from .case import Case
+from .case import Case, Make, tensors_of
 from .cuda import Cuda
 from .gradients import Gradients
 from .machinery import Machinery
@@ -89,6 +92,20 @@ class Contract(Results, Gradients, Machinery, Refusals, Cuda):
             ensure = _require_native
         for family in filter(None, (values["case"].family, values["case"].gradients)):
             ensure(family, device)
+        if "." in values["case"].family and (wrong := _misdeclared(values["case"])):
+            pytest.fail(wrong, pytrace=False)
+
+
+@functools.cache
+def _misdeclared(case: Case) -> str:
+    """How the results that a project's declaration tells of differ from the reference's. Told first: other tests would say it in words of their own."""
+    args = case.inputs(Make(case.dtypes[0], "cpu"), case.shapes[0])
+    with on_reference.OnReference():
+        given = [(list(one.shape), one.dtype) for one in tensors_of(case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)))]
+    told = [(list(one.shape), one.dtype) for one in tensors_of(case.call(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args)))]
+    shown = "\n  found: outputs=, or the fake kernel, says {}\n  required: what the reference gives, {}\n  fix: correct outputs= of the declaration"
+    words = [", ".join(f"{str(dtype)[6:]} {shape}" for shape, dtype in results) for results in (told, given)]
+    return f"{case.family}, case {case.name}: the results are not as declared{shown.format(*words)}" if told != given else ""
 
 
 def _applies(test: Any) -> Callable[[Case], object]:

@@ -21,6 +21,7 @@ import pytest
 from builds import REPOSITORY
 
 from flexops import settings, toolchain
+from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
 
 EXAMPLE = REPOSITORY / "examples" / "scale_lib"
@@ -467,6 +468,8 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)", "in their order: x, y"),
         ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),
         ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
+        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)", "no family can be called '../scale'"),
+        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)", "outputs=builder.Output('x[0]')"),
     ],
 )
 def test_declarations_that_cannot_be(code: str, said: str) -> None:
@@ -527,7 +530,10 @@ def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path
     (package / "mylib/__init__.py").write_text(f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n")
     done = contract(package, "-k", "without_memory or opcheck")
     assert done.returncode == 1, done.stdout
-    assert "2 failed" in done.stdout, done.stdout
+    assert "says float32 [7]" in done.stdout, done.stdout
+    (package / "mylib/__init__.py").write_text(text.replace('family="scale"', 'family="scale", outputs=builder.Output("x[:-1]")'))
+    done = contract(package, "-k", "without_memory")
+    assert "what the reference gives, float32 [3, 8]" in done.stdout, done.stdout
 
 
 RELU2_CPU = """
@@ -711,6 +717,20 @@ def test_a_library_without_its_entry_point_is_told(package: Path, installed: Pat
     assert "registers no library" not in run(build, cwd=package, FLEXOPS_AOT_DEVICES="cpu")
     edit(package / "pyproject.toml", entry, "")
     assert "mylib registers no library" in run(build, cwd=package, FLEXOPS_AOT_DEVICES="cpu")
+
+
+@pytest.mark.parametrize(
+    ("line", "required"),
+    [('devices = "cpu"', 'devices = ["cpu", "cuda"]'), ('architectures = ["8.0", "9.0"]', 'architectures = "8.0;9.0"'), ("architectures = 9.0", '"8.0;9.0"')],
+)
+def test_a_setting_of_another_kind_is_told(line: str, required: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexops.builder import packaging
+
+    (tmp_path / "pyproject.toml").write_text(f"[tool.flexops]\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlexopsError) as caught:
+        packaging._choices()
+    assert required in caught.value.required
 
 
 def test_an_old_setuptools_is_named(tmp_path: Path) -> None:

@@ -341,6 +341,10 @@ def test_a_header_that_is_not_there_says_where_it_could_come_from() -> None:
         launched(scale)(torch.ones(3), 1.0)
     assert 'scale.cu(1): catastrophic error: cannot open source file "cuda_bf16.h"' in str(caught.value)
     assert "bfloat16 is there without a header" in caught.value.fix
+    for source, options, fix in (("#include <cmath>\n" + SCALE, [], "mathematics are there without"), (SCALE, ["--nonsense"], "correct options=")):
+        with pytest.raises(CompileError) as caught:
+            launched(flexops.kernel(source, SCHEMA, options=options))(torch.ones(3), 1.0)
+        assert fix in caught.value.fix
 
 
 @pytest.mark.usefixtures("driver")

@@ -168,7 +168,7 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ({"schema": "scale(Tensor x, Tensor factor) -> Tensor"}, ["a tensor, whose pointer it would be"]),
         ({"args": {"m": 1}}, ["args names m", "x, out, factor, n"]),
         ({"template": {"U": "float"}}, ["template names U", "scale: T"]),
-        ({"grid": lambda y: y}, ["grid", "asks for y", "x, factor, out"]),
+        ({"grid": lambda y: y}, ["for grid asks for y", "x, factor, out"]),
         ({"out": "y"}, ["out is 'y'", "one of x"]),
         ({"block": "many"}, ["block is 'many'"]),
         ({"source": "template <int N> __global__ void scale(const float* x, float* out, float factor) {}"}, ["the template's int N", "template={'N': ...}"]),
