@@ -20,7 +20,8 @@ import setuptools  # noqa: F401  first of all: it refuses to load once a test ha
 
 Require = Callable[..., None]
 
-_CLEARED = ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "NVCC_THREADS", "TORCH_EXTENSIONS_DIR")
+_CLEARED = ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "NVCC_THREADS", "TORCH_EXTENSIONS_DIR", "COLUMNS", "LINES")
+"""The last two are what readline, which pytest imports, sets for child processes: pytest-xdist's workers are such."""
 _KEPT_PREFIX = "FLEXOPS_TEST_"
 _missing: dict[str, str] = {}
 
