@@ -23,15 +23,13 @@
 
 #include "common/device.cuh"
 #include "common/dtypes.cuh"
+#include "common/element_type.h"
 
 namespace flexops::attention {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 /// A window without a limit on one side: row + kUnlimited does not overflow.
 constexpr int kUnlimited = 1 << 29;
-
-enum BiasType : u8 { kBiasFloat32 = 0, kBiasFloat16 = 1, kBiasBfloat16 = 2, kBiasMask = 3 };  // kBiasMask: bool, false is -inf
 
 /// What is to be computed. Lengths are below 2^29. Packed sequences (cumulative lengths given) lie one after another in a batch of one.
 struct Problem {
@@ -44,7 +42,7 @@ struct Problem {
   float scale, softcap;
   const void* bias;                                  // added to the scaled score
   i64 bias_batch, bias_head, bias_row, bias_column;  // strides in elements; 0 where it is broadcast
-  BiasType bias_type;
+  Dtype bias_type;
   const float* alibi;  // slopes: score - slope |i + offset - j|
   i64 alibi_batch, alibi_head;
 };
@@ -180,9 +178,9 @@ struct Modified {
   FLEXOPS_DEVICE float bias_at(int query, int key) const {
     if (query >= s.length_q || key >= s.length_k) return 0;
     const i64 at = bias + query * p.bias_row + key * p.bias_column;
-    if (p.bias_type == kBiasMask) return static_cast<const u8*>(p.bias)[at] ? 0.0f : -infinity();
-    if (p.bias_type == kBiasFloat32) return static_cast<const float*>(p.bias)[at];
-    if (p.bias_type == kBiasFloat16) return to_float(static_cast<const f16*>(p.bias)[at]);
+    if (p.bias_type == Dtype::boolean) return static_cast<const u8*>(p.bias)[at] ? 0.0f : -infinity();
+    if (p.bias_type == Dtype::f32) return static_cast<const float*>(p.bias)[at];
+    if (p.bias_type == Dtype::f16) return to_float(static_cast<const f16*>(p.bias)[at]);
     return to_float(static_cast<const bf16*>(p.bias)[at]);
   }
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {

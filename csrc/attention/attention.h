@@ -8,8 +8,6 @@
 
 namespace flexops {
 
-enum class AttentionBiasType : uint8_t { f32, f16, bf16, mask };  // mask: bool, false is -inf
-
 /// [batch, length, heads, columns] or, packed, [tokens, heads, columns], whose batch stride is 0. Strides count elements; columns are
 /// neighbours.
 struct AttentionTensor {
@@ -30,12 +28,12 @@ struct Attention {
   int64_t window_left, window_right;           // -1: no limit; causal: right 0
   float softcap;                               // score becomes softcap tanh(score / softcap); 0: as it is
   const void* bias;                            // added to the score after that, or null
-  AttentionBiasType bias_type;
-  int64_t bias_strides[4];   // batch, head, query, key, in elements; 0 where it is broadcast
-  const float* alibi;        // slopes, or null: score - slope |i + offset - j|
-  int64_t alibi_strides[2];  // batch, head
-  uint64_t score_mod;        // CUDA: number of the text of a score modifier of somebody's own, instead of the three above; 0: none
-  const float* sinks;        // [heads_q], neighbours: one more score of each row, without a value; or null
+  Dtype bias_type;                             // boolean: false is -inf; or of floats
+  int64_t bias_strides[4];                     // batch, head, query, key, in elements; 0 where it is broadcast
+  const float* alibi;                          // slopes, or null: score - slope |i + offset - j|
+  int64_t alibi_strides[2];                    // batch, head
+  uint64_t score_mod;  // CUDA: number of the text of a score modifier of somebody's own, instead of the three above; 0: none
+  const float* sinks;  // [heads_q], neighbours: one more score of each row, without a value; or null
   bool packed() const { return cumulative_q != nullptr; }
 };
 

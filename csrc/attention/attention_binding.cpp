@@ -144,10 +144,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
     const int64_t target[4] = {a.batch, heads, packed ? o.max_q : a.length_q, packed ? o.max_k : a.length_k};
     put_broadcast_strides(op, *o.bias, target, a.bias_strides);
     a.bias = o.bias->data();
-    a.bias_type = kind == Dtype::f32    ? AttentionBiasType::f32
-                  : kind == Dtype::f16  ? AttentionBiasType::f16
-                  : kind == Dtype::bf16 ? AttentionBiasType::bf16
-                                        : AttentionBiasType::mask;
+    a.bias_type = kind;
   }
   if (o.alibi) {
     const Tensor& slopes = *o.alibi;

@@ -100,7 +100,7 @@ inline Problem make_problem(const Attention& a) {
   p.head_dim = static_cast<int>(a.head_dim), p.head_dim_v = static_cast<int>(a.head_dim_v);
   p.window_left = as_window(a.window_left), p.window_right = as_window(a.window_right);
   p.scale = a.scale, p.softcap = a.softcap;
-  p.bias = a.bias, p.bias_type = static_cast<BiasType>(a.bias_type);
+  p.bias = a.bias, p.bias_type = a.bias_type;
   p.bias_batch = a.bias_strides[0], p.bias_head = a.bias_strides[1], p.bias_row = a.bias_strides[2], p.bias_column = a.bias_strides[3];
   p.alibi = a.alibi, p.alibi_batch = a.alibi_strides[0], p.alibi_head = a.alibi_strides[1];
   return p;

@@ -109,16 +109,16 @@ static Floats tanh_of(Floats x, Floats& slope) {
   return x < 0.0f ? -tanh : tanh;
 }
 
-static float bias_of(const void* bias, AttentionBiasType type, int64_t at) {
-  if (type == AttentionBiasType::f32) return static_cast<const float*>(bias)[at];
-  if (type == AttentionBiasType::mask) return static_cast<const uint8_t*>(bias)[at] ? 0.0f : -kAttentionInfinity;
+static float bias_of(const void* bias, Dtype type, int64_t at) {
+  if (type == Dtype::f32) return static_cast<const float*>(bias)[at];
+  if (type == Dtype::boolean) return static_cast<const uint8_t*>(bias)[at] ? 0.0f : -kAttentionInfinity;
   const uint16_t bits = static_cast<const uint16_t*>(bias)[at];
-  return type == AttentionBiasType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+  return type == Dtype::f16 ? f16_to_float(bits) : bf16_to_float(bits);
 }
 
 /// One query's biases of neighbouring keys.
-static void load_bias(const void* bias, AttentionBiasType type, int64_t at, int64_t step, int64_t count, float* to) {
-  if (type != AttentionBiasType::mask && step == 1) {
+static void load_bias(const void* bias, Dtype type, int64_t at, int64_t step, int64_t count, float* to) {
+  if (type != Dtype::boolean && step == 1) {
     const float* values = widen(bias, at, count, static_cast<ElementType>(type), to);
     if (values != to) memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
     return;

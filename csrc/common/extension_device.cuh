@@ -3,17 +3,8 @@
 // headers (Half, BFloat16) include. It stands in for <cmath>, <limits>, <type_traits> and their like, which NVRTC has not.
 #pragma once
 
-typedef signed char int8_t;
-typedef unsigned char uint8_t;
-typedef short int16_t;
-typedef unsigned short uint16_t;
-typedef int int32_t;
-typedef unsigned int uint32_t;
-typedef long int64_t;
-typedef unsigned long uint64_t;
-typedef long intptr_t;
-typedef unsigned long uintptr_t;
-typedef long ptrdiff_t;
+#include "common/integers.cuh"
+
 typedef unsigned int uint;
 #define INT16_C(value) value
 #define INT32_C(value) value

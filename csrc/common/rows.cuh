@@ -18,9 +18,9 @@ inline constexpr bool kIsFloat = sizeof(T) == 4;
 
 inline constexpr int kNarrowWarp = 32;  // lanes that share a row, at most; a wavefront of 64 holds two such groups
 
-template <typename T>
-FLEXOPS_DEVICE void widen(float* out, const Packed& in) {
-  constexpr int N = kPerVector<T>;
+template <typename T, int W>
+FLEXOPS_DEVICE void widen(float* out, const Vec<u32, W>& in) {
+  constexpr int N = W * 4 / static_cast<int>(sizeof(T));
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if constexpr (kIsFloat<T>) {
@@ -31,12 +31,12 @@ FLEXOPS_DEVICE void widen(float* out, const Packed& in) {
   }
 }
 
-/// Numbers rounded to T.
-template <typename T>
-FLEXOPS_DEVICE Packed packed(const float* in) {
-  Packed out;
+/// Numbers rounded to T, W words of them.
+template <typename T, int W = 4>
+FLEXOPS_DEVICE Vec<u32, W> packed(const float* in) {
+  Vec<u32, W> out;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
+  for (int w = 0; w < W; ++w) {
     if constexpr (kIsFloat<T>) {
       out.at[w] = bit_cast<u32>(in[w]);
     } else {

@@ -2,21 +2,19 @@
 #pragma once
 
 #include "common/arithmetic.h"
+#include "common/element_type.h"
 
 namespace flexops {
 
-/// The dtypes that ops tell apart; everything else is `other`.
-enum class Dtype : int { f32, f16, bf16, f64, u8, i8, i16, i32, i64, boolean, e4m3, e5m2, other };
-
 FLEXOPS_INLINE const char* dtype_name(Dtype dtype) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",         "int16",
-                                    "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype"};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",          "int16",
+                                    "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype", "none"};
   return kNames[static_cast<int>(dtype)];
 }
 
-/// Bytes of one element; 0 for `other`.
+/// Bytes of one element; 0 for `other` and `none`.
 FLEXOPS_INLINE int64_t dtype_size(Dtype dtype) {
-  constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 1, 1, 0};
+  constexpr int64_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8, 1, 1, 1, 0, 0};
   return kSizes[static_cast<int>(dtype)];
 }
 

@@ -30,8 +30,6 @@ inline constexpr int kWideThreads = 1024;  // at most so many for a segment that
 
 inline constexpr i64 kChunk = static_cast<i64>(kThreads) * kChunkVectors;  // vectors of a chunk
 
-enum Code : u8 { kE4m3 = 0, kE5m2 = 1, kI8 = 2 };
-
 struct Params {
   const void* in;                                    // elements to quantize, or codes
   void* out;                                         // codes, or elements
@@ -40,7 +38,7 @@ struct Params {
   i64 length, row_stride, segment, segments, total;  // ScaledLayout's; `total` segments in all
   Divisor chunks;                                    // of a segment
   int lanes, log_lanes;                              // groups, short: that share a segment, a power of two up to 32
-  Code code;
+  Dtype code;
   bool aligned;  // the codes of a whole vector can be read or written at once
 };
 

@@ -8,8 +8,6 @@
 
 namespace flexops {
 
-enum class CodeType : uint8_t { e4m3, e5m2, i8 };
-
 /// Rows of `length` elements of `type`, `row_stride` apart in memory (the codes' rows are contiguous), each cut into `segments` segments of
 /// `segment` elements, of which the last may be short. Every segment has a scale: scales [rows, segments], float32, contiguous. A segment
 /// without elements exists too: its scale is 1.
@@ -17,7 +15,7 @@ struct ScaledLayout {
   int64_t rows, length, row_stride;
   int64_t segment, segments;
   ElementType type;
-  CodeType code;
+  Dtype code;  // e4m3, e5m2, i8
 };
 
 /// Queued on `stream`; the pointers are the device's. Return nullptr, or CUDA's error text.
@@ -38,7 +36,7 @@ FLEXOPS_ISA_DECLARE(void dequantize_scaled_cpu(const uint8_t* codes, const float
 /// The same on elements [begin, end) of a single segment, whose scale is *scale. largest_bits gives the bits of the largest magnitude: of a
 /// NaN, if there is one. The scale follows from it, and whether the segment is broken.
 FLEXOPS_ISA_DECLARE(uint32_t largest_bits_cpu(const void* x, ElementType type, int64_t begin, int64_t end))
-FLEXOPS_ISA_DECLARE(float scale_cpu(uint32_t largest_bits, CodeType code))
+FLEXOPS_ISA_DECLARE(float scale_cpu(uint32_t largest_bits, Dtype code))
 FLEXOPS_ISA_DECLARE(void cast_scaled_cpu(const void* x, float scale, bool broken, uint8_t* codes, const ScaledLayout& layout, int64_t begin,
                                          int64_t end))
 FLEXOPS_ISA_DECLARE(void uncast_scaled_cpu(const uint8_t* codes, float scale, void* out, const ScaledLayout& layout, int64_t begin,

@@ -13,10 +13,9 @@ namespace {
 constexpr int64_t kPerRow = -1, kPerTensor = 0;        // in place of a group size
 constexpr int64_t kLongestSegment = (1ll << 31) - 64;  // what the kernels count in 32 bits, unless there is only one
 
-CodeType code_type(Dtype dtype, const char* op, const char* argument) {
+void check_fp8(Dtype dtype, const char* op, const char* argument) {
   FLEXOPS_CHECK(dtype == Dtype::e4m3 || dtype == Dtype::e5m2, op, ": ", argument, " must be float8_e4m3fn or float8_e5m2, got ",
                 dtype_name(dtype));
-  return dtype == Dtype::e4m3 ? CodeType::e4m3 : CodeType::e5m2;
 }
 
 using Sizes = std::vector<int64_t>;
@@ -72,10 +71,10 @@ void quantize_one(const void* x, uint8_t* codes, float* scale, const ScaledLayou
 }
 #endif
 
-std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, CodeType code, Dtype dtype, int64_t group_size) {
+std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, Dtype code, int64_t group_size) {
   ScaledLayout l = make_layout(op, x, group_size);
   l.type = element_type(op, "x", x.dtype()), l.code = code;
-  Tensor values = empty_like_contiguous(x, dtype);
+  Tensor values = empty_like_contiguous(x, code);
   Sizes scale_sizes = sizes_of(x);
   if (group_size == kPerTensor) {
     scale_sizes.clear();
@@ -111,18 +110,18 @@ std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, CodeType code, Dty
 std::tuple<Tensor, Tensor> quantize_fp8(Tensor x, int64_t dtype_code, int64_t group_size) {
   const char* op = "flexops::quantize_fp8";
   const Dtype dtype = dtype_of_code(dtype_code);
-  return quantize(op, std::move(x), code_type(dtype, op, "dtype"), dtype, group_size);
+  check_fp8(dtype, op, "dtype");
+  return quantize(op, std::move(x), dtype, group_size);
 }
 
-std::tuple<Tensor, Tensor> quantize_int8(Tensor x) {
-  return quantize("flexops::quantize_int8", std::move(x), CodeType::i8, Dtype::i8, kPerRow);
-}
+std::tuple<Tensor, Tensor> quantize_int8(Tensor x) { return quantize("flexops::quantize_int8", std::move(x), Dtype::i8, kPerRow); }
 
 Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
   const char* op = "flexops::quantize_fp8_scaled";
   const Dtype dtype = dtype_of_code(dtype_code);
   ScaledLayout l = make_layout(op, x, kPerTensor);
-  l.type = element_type(op, "x", x.dtype()), l.code = code_type(dtype, op, "dtype");
+  check_fp8(dtype, op, "dtype");
+  l.type = element_type(op, "x", x.dtype()), l.code = dtype;
   FLEXOPS_CHECK(scale.dtype() == Dtype::f32 && scale.numel() == 1, op, ": scale must be one float32 number, got shape ", shape_text(scale),
                 " of ", dtype_name(scale.dtype()));
   check_device(op, "scale", scale, "x", x);
@@ -144,9 +143,9 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
   return values;
 }
 
-Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_size, CodeType code, Dtype dtype) {
+Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_size, Dtype dtype) {
   ScaledLayout l = make_layout(op, values, group_size);
-  l.type = element_type(op, "dtype", dtype), l.code = code;
+  l.type = element_type(op, "dtype", dtype), l.code = values.dtype();
   FLEXOPS_CHECK(scales.dtype() == Dtype::f32, op, ": scales must be float32, got ", dtype_name(scales.dtype()));
   check_device(op, "scales", scales, "values", values);
   bool fits = group_size == kPerTensor ? scales.numel() == 1 : scales.dim() == values.dim();
@@ -180,14 +179,14 @@ Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_si
 
 Tensor dequantize_fp8(Tensor values, Tensor scales, int64_t group_size, int64_t dtype_code) {
   const char* op = "flexops::dequantize_fp8";
-  const CodeType code = code_type(values.dtype(), op, "values");
-  return dequantize(op, std::move(values), std::move(scales), group_size, code, dtype_of_code(dtype_code));
+  check_fp8(values.dtype(), op, "values");
+  return dequantize(op, std::move(values), std::move(scales), group_size, dtype_of_code(dtype_code));
 }
 
 Tensor dequantize_int8(Tensor values, Tensor scales, int64_t dtype_code) {
   const char* op = "flexops::dequantize_int8";
   FLEXOPS_CHECK(values.dtype() == Dtype::i8, op, ": values must be int8, got ", dtype_name(values.dtype()));
-  return dequantize(op, std::move(values), std::move(scales), kPerRow, CodeType::i8, dtype_of_code(dtype_code));
+  return dequantize(op, std::move(values), std::move(scales), kPerRow, dtype_of_code(dtype_code));
 }
 
 }  // namespace

@@ -34,10 +34,10 @@ uint32_t largest_bits_cpu(const void* x, ElementType type, int64_t begin, int64_
   return type == ElementType::bf16 ? static_cast<uint32_t>(bits) << 16 : bits_of(f16_to_float(bits));
 }
 
-float scale_cpu(uint32_t largest_bits, CodeType code) {
+float scale_cpu(uint32_t largest_bits, Dtype code) {
   if (largest_bits == 0) return 1.0f;
   if (largest_bits >= 0x7f800000u) return __builtin_nanf("");
-  const float largest = code == CodeType::e4m3 ? 448.0f : code == CodeType::e5m2 ? 57344.0f : 127.0f;
+  const float largest = code == Dtype::e4m3 ? 448.0f : code == Dtype::e5m2 ? 57344.0f : 127.0f;
   const float scale = float_from_bits(largest_bits) / largest;
   return scale < 0x1p-126f ? 0x1p-126f : scale;
 }
@@ -59,9 +59,9 @@ static void encode(const void* x, int64_t element, int64_t count, float scale, b
     const float* values = widen(x, element + at, part, l.type, buffer);
     alignas(64) float scaled[kRowBlock];
     multiply(values, scaled, part, inverse);
-    if (l.code == CodeType::e4m3) {
+    if (l.code == Dtype::e4m3) {
       float_to_e4m3(scaled, out + at, part);
-    } else if (l.code == CodeType::e5m2) {
+    } else if (l.code == Dtype::e5m2) {
       float_to_e5m2(scaled, out + at, part);
     } else {
       float_to_i8(scaled, reinterpret_cast<int8_t*>(out) + at, part);
@@ -73,9 +73,9 @@ static void decode(const uint8_t* codes, int64_t count, float scale, void* out, 
   alignas(64) float values[kRowBlock], buffer[kRowBlock];
   for (int64_t at = 0; at < count; at += kRowBlock) {
     const int64_t part = least(count - at, kRowBlock);
-    if (l.code == CodeType::e4m3) {
+    if (l.code == Dtype::e4m3) {
       e4m3_to_float(codes + at, values, part);
-    } else if (l.code == CodeType::e5m2) {
+    } else if (l.code == Dtype::e5m2) {
       e5m2_to_float(codes + at, values, part);
     } else {
       i8_to_float(reinterpret_cast<const int8_t*>(codes) + at, values, part);

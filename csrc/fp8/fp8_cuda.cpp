@@ -33,7 +33,7 @@ Params make_params(const void* in, void* out, const float* scales, const ScaledL
   p.chunks = make_divisor(1);
   p.lanes = 1, p.log_lanes = 0;
   p.aligned = false;
-  p.code = static_cast<scaled::Code>(l.code);
+  p.code = l.code;
   if (p.segments > 1 && p.length % p.segment == 0 && p.row_stride == p.length) {  // no need to divide: every segment is a row
     p.length = p.row_stride = p.segment;
     p.segments = 1;

@@ -48,9 +48,9 @@ FLEXOPS_DEVICE void write_values(const Params& p, const Span<T>& s, int vector, 
   constexpr int N = kPerVector<T>;
   if (!s.has(vector)) return;
   float value[N];
-  if (p.code == kE4m3) {
+  if (p.code == Dtype::e4m3) {
     unpack<e4m3>(value, words);
-  } else if (p.code == kE5m2) {
+  } else if (p.code == Dtype::e5m2) {
     unpack<e5m2>(value, words);
   } else {
     unpack<i8>(value, words);

@@ -67,8 +67,8 @@ struct Scaling {
   float scale, inverse;
   u32 keep;
 
-  static FLEXOPS_DEVICE Scaling of_largest(u32 bits, Code code) {
-    const float most = code == kE4m3 ? kLargest<e4m3> : code == kE5m2 ? kLargest<e5m2> : kLargest<i8>;
+  static FLEXOPS_DEVICE Scaling of_largest(u32 bits, Dtype code) {
+    const float most = code == Dtype::e4m3 ? kLargest<e4m3> : code == Dtype::e5m2 ? kLargest<e5m2> : kLargest<i8>;
     Scaling out;
     out.keep = bits < 0x7f800000u ? ~0u : 0u;
     out.scale = fmaxf(__fdiv_rn(bit_cast<float>(bits), most), bit_cast<float>(0x00800000u));
@@ -102,9 +102,9 @@ FLEXOPS_DEVICE Codes<T> encode(const Packed& in, float inverse, u32 keep, const 
   widen<T>(value, in);
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = __fmul_rn(value[i], inverse);
-  if (p.code == kE4m3) {
+  if (p.code == Dtype::e4m3) {
     pack<e4m3>(out, value);
-  } else if (p.code == kE5m2) {
+  } else if (p.code == Dtype::e5m2) {
     pack<e5m2>(out, value);
   } else {
     pack<i8>(out, value);

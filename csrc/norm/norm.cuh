@@ -15,7 +15,7 @@
 
 namespace flexops::norm {
 
-using rows::kIsFloat, rows::kNarrowWarp, rows::Packed, rows::packed;
+using rows::kIsFloat, rows::kNarrowWarp, rows::Packed, rows::packed, rows::widen;
 
 // Tuned on one H200.
 inline constexpr int kMostThreads = 1024;
@@ -26,104 +26,19 @@ inline constexpr int kParts = 4;           // backward: vectors of a row that a 
 inline constexpr int kStages = 2;          // ... and of how many rows it holds them
 inline constexpr int kReduceThreads = 512;
 
-enum Codes : u8 { kNoCodes = 0, kInt8 = 1, kE4m3 = 2 };
-
 // ---- elements ---------------------------------------------------------------------------------------------------------
 
-/// One element at a time, of a type told at run time.
-struct Any {};
-/// f16 or bf16, told at run time: for kernels that are not worth building twice.
-struct Half {
-  u16 bits;
-};
-
-/// The elements of a vector, as words, or a single one.
-template <typename T>
-struct RawOf {
-  using type = Packed;
-};
-template <>
-struct RawOf<Any> {
-  using type = float;
-};
-template <typename T>
-using Raw = typename RawOf<T>::type;
 /// T among the types that are told at run time.
 template <typename T>
 inline constexpr ElementType kElementType = kIsFloat<T> ? ElementType::f32 : ElementType::bf16;
 template <>
 inline constexpr ElementType kElementType<f16> = ElementType::f16;
-template <typename T>
-inline constexpr int kVector = kPerVector<T>;
-template <>
-inline constexpr int kVector<Any> = 1;
-template <typename T>
-inline constexpr bool kIsHalf = false;
-template <>
-inline constexpr bool kIsHalf<Half> = true;
-
-/// The numbers in 4-byte words.
-template <typename T>
-FLEXOPS_DEVICE void widen_words(float* out, const u32* words, int count) {
-#pragma unroll
-  for (int w = 0; w < count; ++w) {
-    if constexpr (kIsFloat<T>) {
-      out[w] = bit_cast<float>(words[w]);
-    } else {
-      out[2 * w] = half_of<T>(words[w], 0), out[2 * w + 1] = half_of<T>(words[w], 1);
-    }
-  }
-}
-template <typename T>
-FLEXOPS_DEVICE void narrow_words(u32* words, const float* in, int count) {
-#pragma unroll
-  for (int w = 0; w < count; ++w) {
-    if constexpr (kIsFloat<T>) {
-      words[w] = bit_cast<u32>(in[w]);
-    } else {
-      words[w] = pack2<T>(in[2 * w], in[2 * w + 1]);
-    }
-  }
-}
-
-/// `type` is T's, or decides where T leaves it open.
-template <typename T>
-FLEXOPS_DEVICE void widen(float (&out)[kVector<T>], const Packed& raw, ElementType type) {
-  if constexpr (!kIsHalf<T>) {
-    widen_words<T>(out, raw.at, 4);
-  } else if (type == ElementType::bf16) {
-    widen_words<bf16>(out, raw.at, 4);
-  } else {
-    widen_words<f16>(out, raw.at, 4);
-  }
-}
-template <typename T>
-FLEXOPS_DEVICE void widen(float (&out)[1], float raw, ElementType) {
-  out[0] = raw;
-}
-/// Rounds to `type`.
-template <typename T>
-FLEXOPS_DEVICE Raw<T> narrow(const float (&in)[kVector<T>], ElementType type) {
-  if constexpr (kVector<T> == 1) {
-    return round_any(in[0], type);
-  } else {
-    Packed out;
-    if constexpr (!kIsHalf<T>) {
-      narrow_words<T>(out.at, in, 4);
-    } else if (type == ElementType::bf16) {
-      narrow_words<bf16>(out.at, in, 4);
-    } else {
-      narrow_words<f16>(out.at, in, 4);
-    }
-    return out;
-  }
-}
 
 /// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to the next, which takes twice the
 /// registers: it cannot know that `nothing`, a kernel's parameter, is 0. (An empty asm is not enough, because ptxas does not see it.)
 template <typename T, int N>
-FLEXOPS_DEVICE void forget(Raw<T> (&raw)[N], u32 nothing) {
-  if constexpr (kVector<T> == 8) {
+FLEXOPS_DEVICE void forget(Packed (&raw)[N], u32 nothing) {
+  if constexpr (kPerVector<T> == 8) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
 #pragma unroll
@@ -132,22 +47,14 @@ FLEXOPS_DEVICE void forget(Raw<T> (&raw)[N], u32 nothing) {
   }
 }
 
-/// kVector<T> elements from `index` on.
+/// kPerVector<T> elements from `index` on.
 template <typename T, Cache cache>
-FLEXOPS_DEVICE Raw<T> read(const void* from, i64 index, ElementType type) {
-  if constexpr (kVector<T> == 1) {
-    return load_any(from, index, type);
-  } else {
-    return load<cache>(reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + index));
-  }
+FLEXOPS_DEVICE Packed read(const void* from, i64 index) {
+  return load<cache>(reinterpret_cast<const Packed*>(static_cast<const T*>(from) + index));
 }
 template <typename T, Cache cache = Cache::normal>
-FLEXOPS_DEVICE void write(void* to, i64 index, const Raw<T>& raw, ElementType type) {
-  if constexpr (kVector<T> == 1) {
-    store_any(to, index, raw, type);
-  } else {
-    store<cache>(reinterpret_cast<Raw<T>*>(static_cast<T*>(to) + index), raw);
-  }
+FLEXOPS_DEVICE void write(void* to, i64 index, const Packed& raw) {
+  store<cache>(reinterpret_cast<Packed*>(static_cast<T*>(to) + index), raw);
 }
 
 /// async_copy16 by way of the first-level cache, where neighbours may find what it has read: of the first `valid` of Bytes, zeros beyond.
@@ -169,7 +76,7 @@ FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index) {
 #pragma unroll
   for (int i = 0; i < kWords / kPiece; ++i) {
     const auto piece = load<cache>(pieces + i);
-    widen_words<S>(out + i * (N * kPiece / kWords), piece.at, kPiece);
+    widen<S>(out + i * (N * kPiece / kWords), piece);
   }
 }
 template <typename S, int N>
@@ -178,9 +85,7 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index) {
   auto* pieces = reinterpret_cast<Vec<u32, kPiece>*>(static_cast<S*>(to) + index);
 #pragma unroll
   for (int i = 0; i < kWords / kPiece; ++i) {
-    Vec<u32, kPiece> piece;
-    narrow_words<S>(piece.at, in + i * (N * kPiece / kWords), kPiece);
-    store<Cache::streaming>(pieces + i, piece);
+    store<Cache::streaming>(pieces + i, packed<S, kPiece>(in + i * (N * kPiece / kWords)));
   }
 }
 

@@ -8,8 +8,6 @@
 
 namespace flexops {
 
-enum class NormCodes : uint8_t { none, int8, e4m3 };
-
 /// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone, and row_type is type, without a residual.
 /// Rows of x and residual are x_stride and residual_stride apart; everything else is contiguous.
 struct NormForward {
@@ -21,7 +19,7 @@ struct NormForward {
   int64_t rows, columns, x_stride, residual_stride;
   float eps;
   ElementType type, row_type, weight_type;
-  NormCodes codes;
+  Dtype codes;    // i8, e4m3, or none
   bool centered;  // layer norm: the mean is taken off
 };
 

@@ -54,10 +54,10 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
   n.weight = parameter(op, "weight", weight, x), n.bias = parameter(op, "bias", bias, x);
   n.columns = x.size(-1), n.rows = x.numel() / n.columns;
   n.eps = static_cast<float>(eps), n.centered = centered;
-  n.codes = gives == Gives::int8 ? NormCodes::int8 : gives == Gives::e4m3 ? NormCodes::e4m3 : NormCodes::none;
+  n.codes = gives == Gives::int8 ? Dtype::i8 : gives == Gives::e4m3 ? Dtype::e4m3 : Dtype::none;
   Forward out;
-  const bool quantized = n.codes != NormCodes::none;
-  out.y = empty_like_contiguous(x, gives == Gives::int8 ? Dtype::i8 : gives == Gives::e4m3 ? Dtype::e4m3 : x.dtype());
+  const bool quantized = n.codes != Dtype::none;
+  out.y = empty_like_contiguous(x, quantized ? n.codes : x.dtype());
   n.y = out.y.data();
   if (quantized) {
     std::vector<int64_t> sizes(x.sizes(), x.sizes() + x.dim());

@@ -6,7 +6,7 @@
 
 namespace flexops::norm {
 
-FLEXOPS_DEVICE float top_of(Codes codes) { return codes == kInt8 ? kLargest<i8> : kLargest<e4m3>; }
+FLEXOPS_DEVICE float top_of(Dtype codes) { return codes == Dtype::i8 ? kLargest<i8> : kLargest<e4m3>; }
 
 /// Codes of value * factor, of numbers that lie within what C can tell.
 template <typename C, int N>
@@ -37,8 +37,8 @@ struct MaxBits {
 // The operator / minds numbers that are subnormal, which takes a hundred instructions. Of others these give the same.
 
 /// value / top_of(codes), if that is not subnormal.
-FLEXOPS_DEVICE float divide_by_top(float value, Codes codes) {
-  const float top = top_of(codes), inverse = codes == kInt8 ? 1.0f / kLargest<i8> : 1.0f / kLargest<e4m3>, near = value * inverse;
+FLEXOPS_DEVICE float divide_by_top(float value, Dtype codes) {
+  const float top = top_of(codes), inverse = codes == Dtype::i8 ? 1.0f / kLargest<i8> : 1.0f / kLargest<e4m3>, near = value * inverse;
   return fmaf(fmaf(-near, top, value), inverse, near);
 }
 /// 1 / value, if neither is subnormal.
@@ -51,19 +51,19 @@ FLEXOPS_DEVICE float reciprocal(float value) {
 struct Coding {
   float scale, inverse;  // inverse: 0 if the row has no scale, which is NaN then
 
-  FLEXOPS_DEVICE Coding(u32 largest, Codes codes) {
+  FLEXOPS_DEVICE Coding(u32 largest, Dtype codes) {
     const float most = bit_cast<float>(largest);
     scale = most == 0.0f ? 1.0f : fmaxf(divide_by_top(most, codes), 1.17549435e-38f);
     inverse = reciprocal(scale);
     if (largest >= 0x7f800000u) scale = bit_cast<float>(0x7fc00000u), inverse = 0.0f;
   }
   template <int N>
-  FLEXOPS_DEVICE void write(float (&value)[N], u8* to, Codes codes) const {
+  FLEXOPS_DEVICE void write(float (&value)[N], u8* to, Dtype codes) const {
     if (inverse == 0.0f) {
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] = 0.0f;  // NaN is 0 neither times 0 nor as a code
     }
-    codes == kInt8 ? store_codes<i8>(value, inverse, to) : store_codes<e4m3>(value, inverse, to);
+    codes == Dtype::i8 ? store_codes<i8>(value, inverse, to) : store_codes<e4m3>(value, inverse, to);
   }
 };
 

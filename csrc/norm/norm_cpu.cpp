@@ -70,7 +70,7 @@ struct MixedRow {
         largest = bits > largest ? bits : largest;
       }
     }
-    const bool int8 = n.codes == NormCodes::int8;
+    const bool int8 = n.codes == Dtype::i8;
     auto* out = static_cast<uint8_t*>(n.y) + row * n.columns;
     if (largest >= 0x7f800000u) {
       n.scales[row] = __builtin_nanf("");
@@ -176,7 +176,7 @@ static void forward_row(const NormForward& n, int64_t row) {
   if (n.rstd) n.rstd[row] = found.rstd;
   constexpr bool kHalf = type != ElementType::f32;
   const MixedRow mixed{n, x, found.mean, found.rstd};
-  if (n.codes != NormCodes::none) {
+  if (n.codes != Dtype::none) {
     mixed.write_codes(row);
   } else if (n.type == type && n.weight_type == ElementType::f32) {
     write_row<type, true>(n, x, row, found);

@@ -27,20 +27,15 @@ bool has_vectors(const NormForward& a, int64_t vector) {
   };
   const int size = element_size(a.type), row = element_size(a.row_type), weight = element_size(a.weight_type);
   return a.columns % vector == 0 && fits(a.x, a.x_stride, size) && fits(a.residual, a.residual_stride, row) && fits(a.weight, 0, weight) &&
-         fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == NormCodes::none ? size : 1) && fits(a.new_residual, 0, row);
+         fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == Dtype::none ? size : 1) && fits(a.new_residual, 0, row);
 }
 
 /// A kernel for each type.
 using Kernels = KernelOf<Forward>[3];
-const Kernels kFew = {kernel<norm::forward_held<float, false, false, norm::kFewItems>>,
-                      kernel<norm::forward_held<f16, false, false, norm::kFewItems>>,
-                      kernel<norm::forward_held<bf16, false, false, norm::kFewItems>>};
-const Kernels kMany = {kernel<norm::forward_held<float, false, true, norm::kManyItems>>,
-                       kernel<norm::forward_held<f16, false, true, norm::kManyItems>>,
-                       kernel<norm::forward_held<bf16, false, true, norm::kManyItems>>};
-const Kernels kAdding = {kernel<norm::forward_held<float, true, true, norm::kItems>>,
-                         kernel<norm::forward_held<f16, true, true, norm::kItems>>,
-                         kernel<norm::forward_held<bf16, true, true, norm::kItems>>};
+const Kernels kFew = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, false, false, norm::kFewItems);
+const Kernels kMany = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, false, true, norm::kManyItems);
+const Kernels kAdding = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, true, true, norm::kItems);
+const Kernels kRows = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_rows);
 // What is quantized next comes in bfloat16.
 const Kernels kCodes = {rare_kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
@@ -70,7 +65,7 @@ bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts <
 Way choose(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
   const int64_t vector = 16 / element_size(a.row_type), vectors = a.columns / vector;
-  const bool codes = a.codes != NormCodes::none, parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
+  const bool codes = a.codes != Dtype::none, parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
   const bool aligned = has_vectors(a, vector),
              regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == ElementType::f32);
   const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
@@ -93,8 +88,7 @@ Way choose(const NormForward& a) {
   }
   if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
     return {rare_kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
-  if (aligned && a.row_type == ElementType::f32) return {rare_kernel<norm::forward_rows<float>>, vector, norm::kItems, 16, 2048};
-  if (aligned) return {rare_kernel<norm::forward_rows<norm::Half>>, vector, norm::kItems, 16, 1024};
+  if (aligned) return {kRows[type], vector, norm::kItems, 16, a.row_type == ElementType::f32 ? 2048 : 1024};
   // Where few elements have a place in a vector, single ones are no slower.
   if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {rare_kernel<norm::forward_short>, 1, norm::kItems};
   const int64_t piece = kPiece * (element_size(a.row_type) + (a.residual ? element_size(a.type) : 0));
@@ -102,9 +96,9 @@ Way choose(const NormForward& a) {
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.
-int64_t least_vectors(const Way& way, NormCodes codes) {
+int64_t least_vectors(const Way& way, Dtype codes) {
   if (way.items != norm::kManyItems) return 1;
-  return codes == NormCodes::none ? norm::kFewItems : norm::kManyItems;
+  return codes == Dtype::none ? norm::kFewItems : norm::kManyItems;
 }
 
 /// The threads of a row that shared memory holds, where rows are few: no more than multiprocessors have room for at once, nor than make a
@@ -142,7 +136,7 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
   return false;
 #else
   const int64_t vector = 16 / element_size(a.type), vectors = a.columns / vector, most = norm::kRingPart / (a.residual ? 2 : 1);
-  if (a.codes != NormCodes::none || a.type != ElementType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
+  if (a.codes != Dtype::none || a.type != ElementType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
   if ((a.weight || a.bias) && a.weight_type != a.type) return false;
   int64_t size = 2;
   while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
@@ -176,7 +170,7 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.columns = static_cast<int>(a.columns), p.vectors = static_cast<int>(vectors);
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.row_type = a.row_type;
-  p.weight_type = a.weight_type, p.codes = static_cast<norm::Codes>(a.codes), p.centered = a.centered;
+  p.weight_type = a.weight_type, p.codes = a.codes, p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.

@@ -17,7 +17,7 @@ struct Forward {
   int blocks;            // of a cluster, which has a row
   float eps, inverse;    // 1 / columns
   ElementType type, row_type, weight_type;
-  Codes codes;
+  Dtype codes;
   bool centered;
   bool lasting;  // the second-level cache is asked to keep what is read
   u32 nothing;   // 0: see forget()
@@ -27,34 +27,34 @@ inline constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a
 
 /// Vectors first, first + step, ... of a row; zeros for those that it has not.
 template <typename T, int N>
-FLEXOPS_DEVICE void read_row(Raw<T> (&raw)[N], const void* from, i64 begin, int first, int step, int count, const Lasting& lasting) {
-  const auto* vectors = reinterpret_cast<const Raw<T>*>(static_cast<const T*>(from) + begin);
+FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int first, int step, int count, const Lasting& lasting) {
+  const auto* vectors = reinterpret_cast<const Packed*>(static_cast<const T*>(from) + begin);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    raw[k] = Raw<T>{};
+    raw[k] = Packed{};
     if (first + k * step < count) raw[k] = load_lasting(vectors + (first + k * step), lasting);
   }
 }
 
 /// Adds the residual to a thread's vectors of a row, rounds, and writes the sums. A few at a time, because registers are dear.
 template <typename T, int N>
-FLEXOPS_DEVICE void add_residual(Raw<T> (&raw)[N], const Forward& p, int first, int step, i64 row, int count, const Lasting& lasting) {
-  constexpr int V = kVector<T>, kBatch = N == kManyItems ? 2 : 4;
+FLEXOPS_DEVICE void add_residual(Packed (&raw)[N], const Forward& p, int first, int step, i64 row, int count, const Lasting& lasting) {
+  constexpr int V = kPerVector<T>, kBatch = N == kManyItems ? 2 : 4;
   T* to = static_cast<T*>(p.new_residual) + row * p.columns;
 #pragma unroll
   for (int begin = 0; begin < N; begin += kBatch) {
-    Raw<T> residual[kBatch];
+    Packed residual[kBatch];
     read_row<T>(residual, p.residual, row * p.residual_stride, first + begin * step, step, count, lasting);
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       float x[V], r[V];
-      widen<T>(x, raw[begin + k], p.type);
-      widen<T>(r, residual[k], p.type);
+      widen<T>(x, raw[begin + k]);
+      widen<T>(r, residual[k]);
 #pragma unroll
       for (int i = 0; i < V; ++i) x[i] += r[i];
-      raw[begin + k] = narrow<T>(x, p.type);
+      raw[begin + k] = packed<T>(x);
       const int at = first + (begin + k) * step;
-      if (at < count) write<T>(to, at * V, raw[begin + k], p.type);
+      if (at < count) write<T>(to, at * V, raw[begin + k]);
     }
   }
 }

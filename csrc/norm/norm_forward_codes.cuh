@@ -42,16 +42,16 @@ struct Stride {
 /// Calls f(x, x * weight, vector) for each of the first kOnce vectors in registers, and for zeros in place of those that a row has not:
 /// without branches, the weight is fetched ahead. The cache is for the weight. `begin` is the first vector's number.
 template <typename T, Cache cache, int kOnce, int N, typename F>
-FLEXOPS_DEVICE void for_each_product(const Forward& p, const Stride& s, const Raw<T> (&raw)[N], int begin, int count, const F& f) {
-  constexpr int V = kVector<T>;
+FLEXOPS_DEVICE void for_each_product(const Forward& p, const Stride& s, const Packed (&raw)[N], int begin, int count, const F& f) {
+  constexpr int V = kPerVector<T>;
 #pragma unroll
   for (int k = 0; k < kOnce; ++k) {
     const int at = s.at(begin + k);
-    Raw<T> weight = {};
-    if (at < count) weight = read<T, cache>(p.weight, at * V, p.type);
+    Packed weight = {};
+    if (at < count) weight = read<T, cache>(p.weight, at * V);
     float x[V], v[V];
-    widen<T>(x, raw[k], p.type);
-    widen<T>(v, weight, p.type);
+    widen<T>(x, raw[k]);
+    widen<T>(v, weight);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] *= x[i];
     f(x, v, at);
@@ -60,15 +60,16 @@ FLEXOPS_DEVICE void for_each_product(const Forward& p, const Stride& s, const Ra
 
 /// The code is not written out for each vector: they move up, and a few at a time are the first.
 template <typename T, int N>
-FLEXOPS_DEVICE void write_codes(const Forward& p, const Stride& s, Raw<T> (&raw)[N], int count, float factor, u8* to) {
+FLEXOPS_DEVICE void write_codes(const Forward& p, const Stride& s, Packed (&raw)[N], int count, float factor, u8* to) {
   constexpr int kOnce = N < 4 ? N : 4;
 #pragma unroll 1
   for (int begin = 0; begin < N; begin += kOnce) {
-    for_each_product<T, Cache::constant, kOnce>(
-        p, s, raw, begin, count, [&](const float (&)[kVector<T>], const float (&v)[kVector<T>], int at) {
-          if (at < count)
-            p.codes == kInt8 ? store_codes<i8>(v, factor, to + at * kVector<T>) : store_codes<e4m3>(v, factor, to + at * kVector<T>);
-        });
+    for_each_product<T, Cache::constant, kOnce>(p, s, raw, begin, count,
+                                                [&](const float (&)[kPerVector<T>], const float (&v)[kPerVector<T>], int at) {
+                                                  if (at < count)
+                                                    p.codes == Dtype::i8 ? store_codes<i8>(v, factor, to + at * kPerVector<T>)
+                                                                         : store_codes<e4m3>(v, factor, to + at * kPerVector<T>);
+                                                });
 #pragma unroll
     for (int k = kOnce; k < N; ++k) raw[k - kOnce] = raw[k];
   }
@@ -77,13 +78,13 @@ FLEXOPS_DEVICE void write_codes(const Forward& p, const Stride& s, Raw<T> (&raw)
 /// Calls f(x * rstd * weight, vector) for each vector of a row, which is read again, to spare registers.
 template <typename T, typename F>
 FLEXOPS_DEVICE void for_each_result(const Forward& p, const Group& g, i64 row, int count, float rstd, const F& f) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kPerVector<T>;
   const T* from = p.residual ? static_cast<const T*>(p.new_residual) + row * p.columns : static_cast<const T*>(p.x) + row * p.x_stride;
 #pragma unroll 1
   for (int i = g.lane; i < count; i += g.lanes) {
     float v[V], w[V];
-    widen<T>(v, read<T, Cache::normal>(from, i * V, p.type), p.type);
-    widen<T>(w, read<T, Cache::constant>(p.weight, i * V, p.type), p.type);
+    widen<T>(v, read<T, Cache::normal>(from, i * V));
+    widen<T>(w, read<T, Cache::constant>(p.weight, i * V));
 #pragma unroll
     for (int e = 0; e < V; ++e) v[e] = v[e] * rstd * w[e];
     f(v, i);
@@ -95,7 +96,7 @@ FLEXOPS_DEVICE void for_each_result(const Forward& p, const Group& g, i64 row, i
 /// anew. Arithmetic decides as much as memory does. kManyItems: for groups of whole warps, of which each but the last has all its vectors.
 template <typename T, int kHeld>
 __global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kPerVector<T>;
   constexpr bool kWarps = kHeld == kManyItems;
   constexpr u32 kLeastUsual = 0x1f800000u, kMostUsual = 0x5f800000u;  // 2^-64, 2^64
   constexpr float kLeastTotal = 1e-20f, kMostTotal = 1e20f;
@@ -107,11 +108,11 @@ __global__ void __launch_bounds__(kHeldThreads, 2) forward_codes(const FLEXOPS_G
   // Whole warps have their vectors together, at distances known when compiling.
   const Stride s = {kWarps ? g.lane / kNarrowWarp * (kNarrowWarp * kHeld) + g.lane % kNarrowWarp : g.lane, kWarps ? kNarrowWarp : g.lanes};
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-  Raw<T> raw[kHeld];
+  Packed raw[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    raw[k] = Raw<T>{};
-    if (s.at(k) < count) raw[k] = read<T, Cache::normal>(x, s.at(k) * V, p.type);
+    raw[k] = Packed{};
+    if (s.at(k) < count) raw[k] = read<T, Cache::normal>(x, s.at(k) * V);
   }
   keep_loads_apart();
   // Asking the cache to keep what is read does not pay where less is written than read.

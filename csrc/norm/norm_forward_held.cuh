@@ -5,9 +5,9 @@
 
 namespace flexops::norm {
 
-/// kVector<T> parameters, of T or of float32.
+/// kPerVector<T> parameters, of T or of float32.
 template <typename T>
-FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, i64 index, ElementType type) {
+FLEXOPS_DEVICE void load_parameters(float (&out)[kPerVector<T>], const void* from, i64 index, ElementType type) {
   if (kIsFloat<T> || type != ElementType::f32) {
     load_floats<T, Cache::constant>(out, from, index);
   } else {
@@ -17,17 +17,17 @@ FLEXOPS_DEVICE void load_parameters(float (&out)[kVector<T>], const void* from, 
 
 /// kScaled: there is a weight, of T, as is the bias, if there is one: no branches keep them from being read ahead.
 template <typename T, bool kMayCenter, bool kScaled>
-FLEXOPS_DEVICE void write_result(const Forward& p, const Raw<T>& raw, i64 row, int at, float mean, float rstd) {
-  constexpr int V = kVector<T>;
+FLEXOPS_DEVICE void write_result(const Forward& p, const Packed& raw, i64 row, int at, float mean, float rstd) {
+  constexpr int V = kPerVector<T>;
   float v[V], w[V], b[V];
-  widen<T>(v, raw, p.type);
+  widen<T>(v, raw);
 #pragma unroll
   for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * rstd;
   if constexpr (kScaled) {
-    Raw<T> bias = {};
-    if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
-    widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
-    widen<T>(b, bias, p.type);
+    Packed bias = {};
+    if (kMayCenter && p.bias) bias = read<T, Cache::constant>(p.bias, at * V);
+    widen<T>(w, read<T, Cache::constant>(p.weight, at * V));
+    widen<T>(b, bias);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
   } else {
@@ -42,7 +42,7 @@ FLEXOPS_DEVICE void write_result(const Forward& p, const Raw<T>& raw, i64 row, i
       for (int i = 0; i < V; ++i) v[i] += b[i];
     }
   }
-  write<T>(static_cast<T*>(p.y) + row * p.columns, at * V, narrow<T>(v, p.type), p.type);
+  write<T>(static_cast<T*>(p.y) + row * p.columns, at * V, packed<T>(v));
 }
 
 /// How many blocks a multiprocessor has at least: few registers let many rows be on their way.
@@ -53,13 +53,13 @@ inline constexpr int kHeldBlocks = kHeld == kFewItems ? 4 : 2;
 /// residual. kFewItems: only with a weight of T, and a bias only if kMayCenter.
 template <typename T, bool kAdding, bool kMayCenter, int kHeld>
 __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kPerVector<T>;
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
   const Lasting lasting(p.lasting);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
-  Raw<T> raw[kHeld];
+  Packed raw[kHeld];
   read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
   if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, lasting);
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       float v[V];
-      widen<T>(v, raw[k], p.type);
+      widen<T>(v, raw[k]);
       total[0] += sum_of(v);
     }
     forget<T>(raw, p.nothing);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     float v[V];
-    widen<T>(v, raw[k], p.type);
+    widen<T>(v, raw[k]);
     if (g.lane + k * g.lanes < count) {
 #pragma unroll
       for (int i = 0; i < V; ++i) v[i] = (v[i] - mean) * (v[i] - mean);

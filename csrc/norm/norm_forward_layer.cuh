@@ -29,24 +29,24 @@ FLEXOPS_DEVICE float squares_off_mean(float squares, float sum, float mean) {
 /// costs 3 % of the time.)
 template <typename T, int kHeld>
 __global__ void __launch_bounds__(kHeldThreads, 3) forward_layer(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kPerVector<T>;
   __shared__ float shared[3][kNarrowWarp];
   const Group g(p.lanes, true);
   const Lasting lasting(p.lasting);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
-  Raw<T> raw[kHeld];
+  Packed raw[kHeld];
   read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, row < p.rows ? p.vectors : 0, lasting);
 
   float v[V], shift = 0.0f, sums[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
   const int neighbours = g.wide ? kNarrowWarp : g.lanes;
-  widen<T>(v, raw[0], p.type);
+  widen<T>(v, raw[0]);
 #pragma unroll
   for (int i = 0; i < V; ++i) shift = fmaf(v[i], 1.0f / V, shift);
   shift = shuffle(shift, 0, neighbours);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     if (g.lane + k * g.lanes >= p.vectors) continue;
-    widen<T>(v, raw[k], p.type);
+    widen<T>(v, raw[k]);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] -= shift, sums[i % 2] += v[i], squares[i % 2] = fmaf(v[i], v[i], squares[i % 2]);
   }
@@ -86,14 +86,14 @@ __global__ void __launch_bounds__(kHeldThreads, 3) forward_layer(const FLEXOPS_G
     const int at = g.lane + k * g.lanes;
     if (at >= p.vectors) continue;
     float w[V], b[V];
-    Raw<T> bias = {};
-    if (p.bias) bias = read<T, Cache::constant>(p.bias, at * V, p.type);
-    widen<T>(w, read<T, Cache::constant>(p.weight, at * V, p.type), p.type);
-    widen<T>(b, bias, p.type);
-    widen<T>(v, raw[k], p.type);
+    Packed bias = {};
+    if (p.bias) bias = read<T, Cache::constant>(p.bias, at * V);
+    widen<T>(w, read<T, Cache::constant>(p.weight, at * V));
+    widen<T>(b, bias);
+    widen<T>(v, raw[k]);
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] = fmaf(fmaf(v[i], rstd, -mean * rstd), w[i], b[i]);
-    write<T>(static_cast<T*>(p.y) + row * p.columns, at * V, narrow<T>(v, p.type), p.type);
+    write<T>(static_cast<T*>(p.y) + row * p.columns, at * V, packed<T>(v));
   }
 }
 

@@ -9,11 +9,11 @@ namespace flexops::norm {
 /// and bias are as long as the row, so the second-level cache decides: a thread has U vectors of all three on their way.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>, U = 2;
+  constexpr int V = kPerVector<T>, U = 2;
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
-  auto* const slots = reinterpret_cast<Raw<T>*>(storage) + g.lane;
+  auto* const slots = reinterpret_cast<Packed*>(storage) + g.lane;
   const i64 row = blockIdx.x;
   const T* const from = static_cast<const T*>(p.x) + row * p.x_stride;
 #pragma unroll 1
@@ -27,12 +27,12 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
   async_commit();
   async_wait(0);
   // U vectors, zeros for those that the row has not.
-  const auto get = [&](Raw<T>(&raw)[U], int i, int k) {
+  const auto get = [&](Packed(&raw)[U], int i, int k) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int at = i + u * g.lanes;
-      raw[u] = Raw<T>{};
-      if (at < p.vectors) raw[u] = k + u < p.held ? slots[(k + u) * g.lanes] : read<T, Cache::normal>(from, i64(at) * V, p.type);
+      raw[u] = Packed{};
+      if (at < p.vectors) raw[u] = k + u < p.held ? slots[(k + u) * g.lanes] : read<T, Cache::normal>(from, i64(at) * V);
     }
   };
 
@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
     float total = 0.0f;
 #pragma unroll 1
     for (int i = g.lane, k = 0; i < p.vectors; i += U * g.lanes, k += U) {
-      Raw<T> raw[U];
+      Packed raw[U];
       get(raw, i, k);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         float v[V];
-        widen<T>(v, raw[u], p.type);
+        widen<T>(v, raw[u]);
         deviations(v);
         if (i + u * g.lanes < p.vectors) total += sum_of(v);
       }
@@ -63,14 +63,14 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
       if (p.weight) load_floats<Cache::constant>(w[u], p.weight, i64(at) * V, p.weight_type);
       if (p.bias) load_floats<Cache::constant>(b[u], p.bias, i64(at) * V, p.weight_type);
     }
-    Raw<T> raw[U];
+    Packed raw[U];
     get(raw, i, k);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int at = i + u * g.lanes;
       if (at >= p.vectors) continue;
       float v[V];
-      widen<T>(v, raw[u], p.type);
+      widen<T>(v, raw[u]);
 #pragma unroll
       for (int e = 0; e < V; ++e) v[e] = (v[e] - mean) * rstd;
       if (p.weight) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
 #pragma unroll
         for (int e = 0; e < V; ++e) v[e] += b[u][e];
       }
-      write<T, Cache::streaming>(p.y, row * p.columns + i64(at) * V, narrow<T>(v, p.type), p.type);
+      write<T, Cache::streaming>(p.y, row * p.columns + i64(at) * V, packed<T>(v));
     }
   }
 }

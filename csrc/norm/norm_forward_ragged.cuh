@@ -31,7 +31,7 @@ struct Pieces {
 
 /// Four numbers of 16 bits.
 FLEXOPS_DEVICE void widen_halves(float (&out)[4], Vec<u32, 2> words, ElementType type) {
-  type == ElementType::bf16 ? widen_words<bf16>(out, words.at, 2) : widen_words<f16>(out, words.at, 2);
+  type == ElementType::bf16 ? widen<bf16>(out, words) : widen<f16>(out, words);
 }
 
 /// The logarithm of an element's bytes.
@@ -91,7 +91,7 @@ struct Source {
   /// Of elements that the row has not, anything.
   FLEXOPS_DEVICE void load(float (&out)[4], int i, const Pieces& pieces) const {
     if (type == ElementType::f32) {
-      widen_words<float>(out, words<u32>(i, pieces).at, 4);
+      widen<float>(out, words<u32>(i, pieces));
     } else {
       widen_halves(out, words<u16>(i, pieces), type);
     }
@@ -149,18 +149,18 @@ struct Walk {
 /// A piece of `type` in a slot.
 FLEXOPS_DEVICE void take(float (&v)[4], const char* slot, ElementType type) {
   if (type == ElementType::f32) {
-    widen_words<float>(v, reinterpret_cast<const Packed*>(slot)->at, 4);
+    widen<float>(v, *reinterpret_cast<const Packed*>(slot));
   } else {
     widen_halves(v, *reinterpret_cast<const Vec<u32, 2>*>(slot), type);
   }
 }
 FLEXOPS_DEVICE void keep(const float (&v)[4], char* slot, ElementType type) {
   if (type == ElementType::f32) {
-    narrow_words<float>(reinterpret_cast<Packed*>(slot)->at, v, 4);
+    *reinterpret_cast<Packed*>(slot) = packed<float>(v);
   } else if (type == ElementType::bf16) {
-    narrow_words<bf16>(reinterpret_cast<Vec<u32, 2>*>(slot)->at, v, 2);
+    *reinterpret_cast<Vec<u32, 2>*>(slot) = packed<bf16, 2>(v);
   } else {
-    narrow_words<f16>(reinterpret_cast<Vec<u32, 2>*>(slot)->at, v, 2);
+    *reinterpret_cast<Vec<u32, 2>*>(slot) = packed<f16, 2>(v);
   }
 }
 
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   Coding coding(0, p.codes);
   u32 largest[1] = {0};
 #pragma unroll 1
-  for (int pass = p.codes == kNoCodes ? 1 : 0; pass < 2; ++pass) {
+  for (int pass = p.codes == Dtype::none ? 1 : 0; pass < 2; ++pass) {
     walk.for_each([&](int i, const char* slot) {
       float v[4], w[4];
       get(v, i, slot);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
 #pragma unroll
         for (int e = 0; e < 4; ++e) v[e] = adds ? v[e] + w[e] : v[e] * w[e];
       }
-      if (p.codes == kNoCodes) {
+      if (p.codes == Dtype::none) {
         y.store(v, i, pieces);
       } else if (pass == 0) {
         pieces.mask(v, i);

@@ -19,7 +19,7 @@ inline constexpr int kRingBytes = RowRing::kStages * kRingPart * 16;  // of shar
 /// Everything is of T. kCentered is needed for layer norm, and does for RMS norm.
 template <typename T, bool kCentered>
 __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>, N = kRingHeld, kBatch = kCentered ? 2 : 4;
+  constexpr int V = kPerVector<T>, N = kRingHeld, kBatch = kCentered ? 2 : 4;
   extern __shared__ uint4 storage[];
   __shared__ RowRing ring;
   __shared__ ClusterExchange<4> exchange;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
   const int streams = p.residual ? 2 : 1, pairs = p.blocks * kRingWarps;
   const i64 step = gridDim.x / static_cast<u32>(p.blocks), start = blockIdx.x / static_cast<u32>(p.blocks);
   const auto part = [&](u32 turn, int stream) {
-    return reinterpret_cast<Raw<T>*>(storage) + (static_cast<int>(turn % RowRing::kStages) * streams + stream) * p.held;
+    return reinterpret_cast<Packed*>(storage) + (static_cast<int>(turn % RowRing::kStages) * streams + stream) * p.held;
   };
   if (thread == 0) ring.init(kRingWarps), exchange.init();
   if (kCentered && thread < pairs) {
@@ -57,47 +57,47 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
     return;
   }
 
-  Raw<T> weight[N], bias[kCentered ? N : 1];
+  Packed weight[N], bias[kCentered ? N : 1];
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     float ones[V];
 #pragma unroll
     for (int i = 0; i < V; ++i) ones[i] = 1.0f;
     const int at = thread + k * kRingThreads;
-    weight[k] = narrow<T>(ones, p.type);
-    if (p.weight && at < count) weight[k] = read<T, Cache::constant>(p.weight, i64(begin + at) * V, p.type);
+    weight[k] = packed<T>(ones);
+    if (p.weight && at < count) weight[k] = read<T, Cache::constant>(p.weight, i64(begin + at) * V);
     if constexpr (kCentered) {
-      bias[k] = Raw<T>{};
-      if (p.bias && at < count) bias[k] = read<T, Cache::constant>(p.bias, i64(begin + at) * V, p.type);
+      bias[k] = Packed{};
+      if (p.bias && at < count) bias[k] = read<T, Cache::constant>(p.bias, i64(begin + at) * V);
     }
   }
 
   // Some of the thread's vectors, zeros for those that the part has not.
-  const auto get = [&](Raw<T>(&raw)[kBatch], u32 turn, int from) {
-    const Raw<T>* const own = part(turn, 0) + thread + from * kRingThreads;
+  const auto get = [&](Packed(&raw)[kBatch], u32 turn, int from) {
+    const Packed* const own = part(turn, 0) + thread + from * kRingThreads;
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      raw[k] = Raw<T>{};
+      raw[k] = Packed{};
       if (thread + (from + k) * kRingThreads < count) raw[k] = own[k * kRingThreads];
     }
   };
   const auto sum_up = [&](u32 turn, i64 row) {
     ring.wait(turn);
     if (streams == 2) {
-      Raw<T>* const own = part(turn, 0) + thread;
-      const Raw<T>* const added = part(turn, 1) + thread;
+      Packed* const own = part(turn, 0) + thread;
+      const Packed* const added = part(turn, 1) + thread;
       T* const to = static_cast<T*>(p.new_residual) + row * p.columns + i64(begin) * V;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const int at = thread + k * kRingThreads;
         if (at >= count) break;
         float x[V], r[V];
-        widen<T>(x, own[k * kRingThreads], p.type);
-        widen<T>(r, added[k * kRingThreads], p.type);
+        widen<T>(x, own[k * kRingThreads]);
+        widen<T>(r, added[k * kRingThreads]);
 #pragma unroll
         for (int i = 0; i < V; ++i) x[i] += r[i];
-        own[k * kRingThreads] = narrow<T>(x, p.type);
-        write<T, Cache::streaming>(to, i64(at) * V, own[k * kRingThreads], p.type);
+        own[k * kRingThreads] = packed<T>(x);
+        write<T, Cache::streaming>(to, i64(at) * V, own[k * kRingThreads]);
       }
     }
     float2 pair = {0.0f, 0.0f};
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
       float sums[4] = {};
 #pragma unroll
       for (int from = 0; from < N; from += kBatch) {
-        Raw<T> raw[kBatch];
+        Packed raw[kBatch];
         get(raw, turn, from);
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-          widen<T>(v, raw[k], p.type);
+          widen<T>(v, raw[k]);
 #pragma unroll
           for (int i = 0; i < V; ++i) sums[i % 4] += v[i];
         }
@@ -122,12 +122,12 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
     float squares[4] = {};
 #pragma unroll
     for (int from = 0; from < N; from += kBatch) {
-      Raw<T> raw[kBatch];
+      Packed raw[kBatch];
       get(raw, turn, from);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         if (kCentered && thread + (from + k) * kRingThreads >= count) continue;
-        widen<T>(v, raw[k], p.type);
+        widen<T>(v, raw[k]);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
           const float off = kCentered ? v[i] - mean : v[i];
@@ -161,19 +161,19 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
     T* const to = static_cast<T*>(p.y) + row * p.columns + i64(begin) * V;
 #pragma unroll
     for (int from = 0; from < N; from += kBatch) {
-      Raw<T> raw[kBatch];
+      Packed raw[kBatch];
       get(raw, turn, from);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int at = thread + (from + k) * kRingThreads;
         if (at >= count) continue;
         float v[V], w[V], b[V];
-        widen<T>(v, raw[k], p.type);
-        widen<T>(w, weight[from + k], p.type);
-        if constexpr (kCentered) widen<T>(b, bias[from + k], p.type);
+        widen<T>(v, raw[k]);
+        widen<T>(w, weight[from + k]);
+        if constexpr (kCentered) widen<T>(b, bias[from + k]);
 #pragma unroll
         for (int i = 0; i < V; ++i) v[i] = kCentered ? fmaf((v[i] - mean) * rstd, w[i], b[i]) : v[i] * rstd * w[i];
-        write<T, Cache::streaming>(to, i64(at) * V, narrow<T>(v, p.type), p.type);
+        write<T, Cache::streaming>(to, i64(at) * V, packed<T>(v));
       }
     }
     ring.release(turn);

@@ -9,11 +9,11 @@ namespace flexops::norm {
 /// A thread's vectors of one row. The first of these it holds in shared memory, in slots of its own; the others are read again.
 template <typename T>
 struct Row {
-  static constexpr int V = kVector<T>;
-  Raw<T>* slots;
+  static constexpr int V = kPerVector<T>;
+  Packed* slots;
   int lane, lanes, count, held;  // count: vectors of the row, none if it is beyond the last
 
-  FLEXOPS_DEVICE Raw<T>& slot(int k) const { return slots[k * static_cast<int>(blockDim.x)]; }
+  FLEXOPS_DEVICE Packed& slot(int k) const { return slots[k * static_cast<int>(blockDim.x)]; }
 
   /// Calls f(vector, slot) for each.
   template <typename F>
@@ -23,21 +23,21 @@ struct Row {
     for (int i = lane; i < count; i += lanes, ++k) f(i, k);
   }
   /// What is held, or else read again.
-  FLEXOPS_DEVICE void get(float (&v)[V], const void* from, i64 begin, int i, int k, ElementType type) const {
-    widen<T>(v, k < held ? slot(k) : read<T, Cache::normal>(from, begin + i64(i) * V, type), type);
+  FLEXOPS_DEVICE void get(float (&v)[V], const void* from, i64 begin, int i, int k) const {
+    widen<T>(v, k < held ? slot(k) : read<T, Cache::normal>(from, begin + i64(i) * V));
   }
 };
 
 /// A row for each group of threads.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kPerVector<T>;
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
-  const Row<T> r{reinterpret_cast<Raw<T>*>(storage) + threadIdx.x, g.lane, g.lanes, row < p.rows ? p.vectors : 0, p.held};
+  const Row<T> r{reinterpret_cast<Packed*>(storage) + threadIdx.x, g.lane, g.lanes, row < p.rows ? p.vectors : 0, p.held};
   const void* from = p.x;
   i64 begin = row * p.x_stride;
   if (p.residual == nullptr) {
@@ -49,14 +49,14 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
   } else {
     r.for_each([&](int i, int k) {
       float x[V], residual[V];
-      const Raw<T> raw = read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V, p.row_type);
+      const Packed raw = read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V);
       load_floats<Cache::streaming>(x, p.x, begin + i64(i) * V, p.type);
-      widen<T>(residual, raw, p.row_type);
+      widen<T>(residual, raw);
 #pragma unroll
       for (int e = 0; e < V; ++e) x[e] += residual[e];
-      const Raw<T> sum = narrow<T>(x, p.row_type);
+      const Packed sum = packed<T>(x);
       if (k < p.held) r.slot(k) = sum;
-      write<T>(p.new_residual, to + i64(i) * V, sum, p.row_type);
+      write<T>(p.new_residual, to + i64(i) * V, sum);
     });
     from = p.new_residual, begin = to;
   }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
     float total = 0.0f;
     r.for_each([&](int i, int k) {
       float v[V];
-      r.get(v, from, begin, i, k, p.row_type);
+      r.get(v, from, begin, i, k);
       deviations(v);
       total += sum_of(v);
     });
@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
   Coding coding(0, p.codes);
   u32 largest[1] = {0};
 #pragma unroll 1
-  for (int pass = p.codes == kNoCodes ? 1 : 0; pass < 2; ++pass) {
+  for (int pass = p.codes == Dtype::none ? 1 : 0; pass < 2; ++pass) {
     r.for_each([&](int i, int k) {
       float v[V], parameter[V];
-      r.get(v, from, begin, i, k, p.row_type);
+      r.get(v, from, begin, i, k);
 #pragma unroll
       for (int e = 0; e < V; ++e) v[e] = (v[e] - mean) * rstd;
       if (p.weight) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_
       }
       if (pass == 0) {
         find_largest(largest[0], v);
-      } else if (p.codes == kNoCodes) {
+      } else if (p.codes == Dtype::none) {
         store_floats(v, p.y, to + i64(i) * V, p.type);
       } else {
         coding.write(v, static_cast<u8*>(p.y) + to + i64(i) * V, p.codes);

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
     for (int e = 0; e < kItems; ++e) v[e] += other[e];
   }
   Coding coding(0, p.codes);
-  if (p.codes != kNoCodes) {
+  if (p.codes != Dtype::none) {
     u32 largest[1] = {0};
     find_largest(largest[0], v);
     group_reduce<true>(largest, MaxBits{}, g, shared_codes);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
   for (int e = 0; e < kItems; ++e) {
     if (e * g.lanes >= left) continue;
     float one[1] = {v[e]};
-    if (p.codes == kNoCodes) {
+    if (p.codes == Dtype::none) {
       store_any(p.y, to + e * g.lanes, one[0], p.type);
     } else {
       coding.write(one, static_cast<u8*>(p.y) + to + e * g.lanes, p.codes);

@@ -54,7 +54,7 @@ FLEXOPS_DEVICE Floats four_of(const float* v) { return {v[0], v[1], v[2], v[3]};
 /// there is no weight. Needs no barrier, because a thread has slots of its own, but the caller waits for the copies.
 template <typename T>
 struct Weight {
-  static constexpr int V = kVector<T>, kWords = V / 4;  // slots of V floats
+  static constexpr int V = kPerVector<T>, kWords = V / 4;  // slots of V floats
   uint4* first;
   bool wide;
 
@@ -69,7 +69,7 @@ struct Weight {
         float ones[V];
 #pragma unroll
         for (int e = 0; e < V; ++e) ones[e] = 1.0f;
-        *to = bit_cast<uint4>(narrow<T>(ones, p.type));
+        *to = bit_cast<uint4>(packed<T>(ones));
       } else if (!wide || p.weight_type == ElementType::f32) {
         async_copy<16>(to, static_cast<const uint4*>(p.weight) + at, valid ? 16 : 0);
       } else {
@@ -85,7 +85,7 @@ struct Weight {
   FLEXOPS_DEVICE void scale(float (&v)[V], int k) const {
     float w[V];
     if (!wide) {
-      widen<T>(w, bit_cast<Raw<T>>(first[k * kNarrowWarp]), kElementType<T>);
+      widen<T>(w, bit_cast<Packed>(first[k * kNarrowWarp]));
     } else {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) rows::widen<float>(w + 4 * i, bit_cast<Packed>(first[(k * kWords + i) * kNarrowWarp]));
@@ -100,7 +100,7 @@ struct Weight {
 /// sums. A slot is filled again as soon as it has been read the second time.
 template <typename T, bool kCentered, bool kClustered>
 __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
-  constexpr int V = kVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
+  constexpr int V = kPerVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
   __shared__ ClusterExchange<2> exchange;  // of a row, received before the next one's is sent
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       float x[V], grad[V];
-      widen<T>(x, bit_cast<Raw<T>>(*slot(stage, 0, k)), p.type);
-      widen<T>(grad, bit_cast<Raw<T>>(*slot(stage, 1, k)), p.type);
+      widen<T>(x, bit_cast<Packed>(*slot(stage, 0, k)));
+      widen<T>(grad, bit_cast<Packed>(*slot(stage, 1, k)));
       weight.scale(grad, k);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       float x[V], grad[V], out[V];
-      widen<T>(x, bit_cast<Raw<T>>(*slot(stage, 0, k)), p.type);
-      widen<T>(grad, bit_cast<Raw<T>>(*slot(stage, 1, k)), p.type);
+      widen<T>(x, bit_cast<Packed>(*slot(stage, 0, k)));
+      widen<T>(grad, bit_cast<Packed>(*slot(stage, 1, k)));
       uint4 also;
       if (streams == 3) also = *slot(stage, 2, k);
       fetch(row + 2 * step, stage, k);
@@ -204,13 +204,12 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
 #pragma unroll
       for (int i = 0; i < V; ++i) out[i] = grad[i] * s.rstd + (x[i] * slope + level);
       if (streams == 3) {
-        widen<T>(x, bit_cast<Raw<T>>(also), p.type);
+        widen<T>(x, bit_cast<Packed>(also));
 #pragma unroll
         for (int i = 0; i < V; ++i) out[i] += x[i];
       }
       const int at = g.lane + k * g.lanes;
-      if (p.grad_x && row < p.rows && at < p.vectors)
-        write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, narrow<T>(out, p.type), p.type);
+      if (p.grad_x && row < p.rows && at < p.vectors) write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, packed<T>(out));
     }
     async_commit();
     stage ^= 1;
@@ -260,19 +259,19 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   }
 }
 
-/// The gradient of x alone, for rows that backward_walk does not take: each is read twice.
-template <typename T>
+/// The gradient of x alone, for rows that backward_walk does not take: each is read twice, V elements at a time.
+template <typename T, int V = kPerVector<T>>
 __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRID_CONSTANT Backward p) {
-  constexpr int V = kVector<T>, kAtOnce = V == 4 ? 2 : 1;
+  constexpr int kAtOnce = V == 4 ? 2 : 1;
   __shared__ Partial<float, 2> shared;
   const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   const Statistics s = load_statistics(p, row);
-  const auto load = [&](int i, float (&unit)[V], float (&scaled)[V]) {
+  const auto get = [&](int i, float (&unit)[V], float (&scaled)[V]) {
     float weight[V];
-    widen<T>(unit, read<T, Cache::normal>(p.x, row * p.x_stride + i64(i) * V, p.type), p.type);
-    widen<T>(scaled, read<T, Cache::normal>(p.grad, row * p.grad_stride + i64(i) * V, p.type), p.type);
+    widen(unit, load<T, V>(p.x, row * p.x_stride + i64(i) * V));
+    widen(scaled, load<T, V>(p.grad, row * p.grad_stride + i64(i) * V));
     if (p.weight) {
       load_floats<Cache::constant>(weight, p.weight, i64(i) * V, p.weight_type);
 #pragma unroll
@@ -285,7 +284,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
     float unit[V], scaled[V], product[V];
-    load(i, unit, scaled);
+    get(i, unit, scaled);
 #pragma unroll
     for (int e = 0; e < V; ++e) product[e] = unit[e] * scaled[e];
     sums[0] += sum_of(product);
@@ -296,19 +295,17 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
     float unit[V], scaled[V], out[V] = {};
-    load(i, unit, scaled);
-    if (p.grad_residual)
-      widen<T>(out, read<T, Cache::streaming>(p.grad_residual, row * p.grad_residual_stride + i64(i) * V, p.type), p.type);
+    get(i, unit, scaled);
+    if (p.grad_residual) widen(out, load<T, V, Cache::streaming>(p.grad_residual, row * p.grad_residual_stride + i64(i) * V));
 #pragma unroll
     for (int e = 0; e < V; ++e) out[e] += s.rstd * (scaled[e] - level - unit[e] * slope);
-    write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(i) * V, narrow<T>(out, p.type), p.type);
+    store<T, Cache::streaming>(p.grad_x, row * p.columns + i64(i) * V, out);
   }
 }
 
-/// The parameters' gradients alone: a thread has some columns, a block some rows of them.
-template <typename T>
+/// The parameters' gradients alone: a thread has V columns, a block some rows of them.
+template <typename T, int V = kPerVector<T>>
 __global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXOPS_GRID_CONSTANT Backward p) {
-  constexpr int V = kVector<T>;
   const int i = static_cast<int>(blockIdx.x) * kShortThreads + static_cast<int>(threadIdx.x);
   if (i >= p.vectors) return;
   const i64 first = i64(blockIdx.y) * p.rows_per_block, last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
@@ -316,8 +313,8 @@ __global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXO
 #pragma unroll 2
   for (i64 row = first; row < last; ++row) {
     float x[V], grad[V];
-    widen<T>(x, read<T, Cache::streaming>(p.x, row * p.x_stride + i64(i) * V, p.type), p.type);
-    widen<T>(grad, read<T, Cache::streaming>(p.grad, row * p.grad_stride + i64(i) * V, p.type), p.type);
+    widen(x, load<T, V, Cache::streaming>(p.x, row * p.x_stride + i64(i) * V));
+    widen(grad, load<T, V, Cache::streaming>(p.grad, row * p.grad_stride + i64(i) * V));
     const Statistics s = load_statistics(p, row);
 #pragma unroll
     for (int e = 0; e < V; ++e) {
@@ -326,8 +323,8 @@ __global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXO
     }
   }
   const i64 to = i64(blockIdx.y) * p.columns + i64(i) * V;
-  if (p.partial_weight) store_floats(sum_weight, p.partial_weight, to, ElementType::f32);
-  if (p.partial_bias) store_floats(sum_bias, p.partial_bias, to, ElementType::f32);
+  if (p.partial_weight) store<float, Cache::streaming>(p.partial_weight, to, sum_weight);
+  if (p.partial_bias) store<float, Cache::streaming>(p.partial_bias, to, sum_bias);
 }
 
 struct Reduce {

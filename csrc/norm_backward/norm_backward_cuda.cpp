@@ -116,10 +116,11 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   return plan;
 }
 
-const KernelOf<Backward> kInput[] = {rare_kernel<norm::backward_input<float>>, rare_kernel<norm::backward_input<norm::Half>>,
-                                     rare_kernel<norm::backward_input<norm::Any>>};
-const KernelOf<Backward> kParameters[] = {rare_kernel<norm::backward_parameters<float>>, rare_kernel<norm::backward_parameters<norm::Half>>,
-                                          rare_kernel<norm::backward_parameters<norm::Any>>};
+// By elements, by vectors.
+const KernelOf<Backward> kInput[2][3] = {FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_input, 1),
+                                         FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_input)};
+const KernelOf<Backward> kParameters[2][3] = {FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters, 1),
+                                              FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters)};
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
   // Rows that a block has at the same time are neighbours, but short ones: with those the last round has work for every block.
@@ -134,15 +135,15 @@ void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
 }
 
 void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  const int which = !plan.vectors ? 2 : a.type == ElementType::f32 ? 0 : 1;
+  const int type = static_cast<int>(a.type);
   if (a.grad_x) {
     const norm::Grid grid(p.lanes, a.rows);
-    launch(kInput[which], {blocks(grid.blocks), blocks(grid.threads), stream}, p);
+    launch(kInput[plan.vectors][type], {blocks(grid.blocks), blocks(grid.threads), stream}, p);
   }
   if (!p.partial_weight && !p.partial_bias) return;
   p.rows_per_block = ceil_div(a.rows, plan.blocks);
   const int64_t across = ceil_div(p.vectors, norm::kShortThreads);
-  launch(kParameters[which], {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
+  launch(kParameters[plan.vectors][type], {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
 }
 
 void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* stream) {

@@ -33,8 +33,6 @@ inline constexpr int kMaskDims = 8;
 
 inline constexpr int kMostThreads = 1024;
 
-enum Mask : u8 { kNoMask, kBoolean, kAddF32, kAddF16, kAddBf16 };  // SoftmaxMask's values
-
 /// A number to divide rows' indices by.
 struct Size {
   i64 by;
@@ -54,7 +52,7 @@ struct Params {
   bool is_f16;  // of the types of 16 bits
   int length;
   int mask_dims, mask_step;
-  Mask mask_kind;
+  Dtype mask_kind;
   int lanes, log_lanes;  // threads that share a row: a power of two up to 32; or the block
   float scale;
   u32 flip;      // forward: signs to change before scaling

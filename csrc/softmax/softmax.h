@@ -8,8 +8,6 @@
 
 namespace flexops {
 
-enum class SoftmaxMask : uint8_t { none, boolean, f32, f16, bf16 };
-
 constexpr int kSoftmaxDims = 8;
 
 /// Rows of `length` elements; row r of `x` starts at element r * stride. Row r of the mask starts at the sum of strides[d] * i[d], where
@@ -20,7 +18,7 @@ struct SoftmaxRows {
   bool causal;
   int64_t queries;  // causal: row r is query r % queries, which sees the first (r % queries) + 1 + length - queries elements
   ElementType type;
-  SoftmaxMask mask;
+  Dtype mask;     // boolean, f32, f16, bf16, or none
   int mask_step;  // elements from one column of the mask to the next: 0 or 1
   int mask_dims;
   int64_t mask_sizes[kSoftmaxDims], mask_strides[kSoftmaxDims];

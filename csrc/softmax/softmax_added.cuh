@@ -11,8 +11,8 @@ inline constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a bl
 /// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What is outside of the row comes as
 /// anything.
 template <int N, int V>
-FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Mask kind, int from, int step, int length) {
-  if (kind == kAddF32) {
+FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Dtype kind, int from, int step, int length) {
+  if (kind == Dtype::f32) {
     const float* row = reinterpret_cast<const float*>(mask);
 #pragma unroll
     for (int i = 0; i < V * N; i += 4) {
@@ -28,7 +28,7 @@ FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Mask kind, i
 #pragma unroll
     for (int k = 0; k < V; ++k)
       if (from + k * step < length) halves[k] = load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(row + from + k * step));
-    if (kind == kAddBf16) {
+    if (kind == Dtype::bf16) {
 #pragma unroll
       for (int i = 0; i < V * N; ++i)
         s[i] = bit_cast<float>(i % 2 ? halves[i / N].at[i % N / 2] & 0xffff0000u : halves[i / N].at[i % N / 2] << 16);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
   Packed raw[V];
   load_row(raw, x, first, step, length);
   float s[V * N], scores[N];
-  const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == kAddF32 ? 4 : 2);
+  const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == Dtype::f32 ? 4 : 2);
   read_added<N, V>(s, mask, p.mask_kind, first, step, length);
 #pragma unroll
   for (int k = 0; k < V; ++k) {

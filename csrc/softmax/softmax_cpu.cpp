@@ -20,40 +20,39 @@ struct MaskRow {
   const void* data = nullptr;  // null: none, or one value for all of the row
   int64_t offset = 0;
   float bias = 0.0f;  // that value
-  SoftmaxMask kind = SoftmaxMask::none;
+  Dtype kind = Dtype::none;
 };
 
 /// `length` becomes 0 if the mask leaves nothing.
 static MaskRow find_mask(const void* mask, const SoftmaxRows& rows, int64_t row, int64_t& length) {
   MaskRow m;
   m.kind = rows.mask;
-  if (rows.mask == SoftmaxMask::none) return m;
+  if (rows.mask == Dtype::none) return m;
   for (int d = 0; d < rows.mask_dims; ++d) {
     m.offset += row % rows.mask_sizes[d] * rows.mask_strides[d];
     row /= rows.mask_sizes[d];
   }
   if (rows.mask_step != 0) {
     m.data = mask;
-  } else if (rows.mask == SoftmaxMask::boolean) {
+  } else if (rows.mask == Dtype::boolean) {
     if (static_cast<const uint8_t*>(mask)[m.offset] == 0) length = 0;
   } else {
     float buffer;
-    m.bias = *widen(mask, m.offset, 1, static_cast<ElementType>(static_cast<int>(rows.mask) - static_cast<int>(SoftmaxMask::f32)), &buffer);
+    m.bias = *widen(mask, m.offset, 1, static_cast<ElementType>(rows.mask), &buffer);
   }
   return m;
 }
 
 static void apply_mask(float* FLEXOPS_RESTRICT s, const MaskRow& m, int64_t at, int64_t count) {
-  if (m.kind == SoftmaxMask::none) return;
+  if (m.kind == Dtype::none) return;
   if (m.data == nullptr) {
     for (int64_t i = 0; i < count; ++i) s[i] += m.bias;
-  } else if (m.kind == SoftmaxMask::boolean) {
+  } else if (m.kind == Dtype::boolean) {
     const uint8_t* FLEXOPS_RESTRICT keep = static_cast<const uint8_t*>(m.data) + m.offset + at;
     for (int64_t i = 0; i < count; ++i) s[i] = keep[i] ? s[i] : -kInfinity;
   } else {
     alignas(64) float buffer[kRowBlock];
-    const auto type = static_cast<ElementType>(static_cast<int>(m.kind) - static_cast<int>(SoftmaxMask::f32));
-    const float* FLEXOPS_RESTRICT added = widen(m.data, m.offset + at, count, type, buffer);
+    const float* FLEXOPS_RESTRICT added = widen(m.data, m.offset + at, count, static_cast<ElementType>(m.kind), buffer);
     for (int64_t i = 0; i < count; ++i) s[i] += added[i];
   }
 }
@@ -96,7 +95,7 @@ static float scale_block(const void* x, int64_t offset, int64_t count, float sca
 /// A block's exponents, and the greatest of them and `maximum`.
 static float exponents(const void* x, int64_t offset, int64_t at, int64_t count, const SoftmaxRows& rows, const MaskRow& mask, float* s,
                        float maximum) {
-  if (mask.kind == SoftmaxMask::none) {
+  if (mask.kind == Dtype::none) {
     const ElementType type = rows.type;
     return type == ElementType::f32   ? scale_block<ElementType::f32>(x, offset + at, count, rows.scale, s, maximum)
            : type == ElementType::f16 ? scale_block<ElementType::f16>(x, offset + at, count, rows.scale, s, maximum)

@@ -29,7 +29,7 @@ RowsKernel rows_kernel(ElementType type) {
 
 /// Whether softmax_added takes this mask: it adds, and each of its rows lies as those of scores do that it is for.
 bool takes_added(const Params& p, ElementType type) {
-  if (p.mask_kind <= softmax::kBoolean || p.mask_step == 0 || !aligned(p.mask)) return false;
+  if (p.mask_kind == Dtype::none || p.mask_kind == Dtype::boolean || p.mask_step == 0 || !aligned(p.mask)) return false;
   int64_t row = 1;
   for (int d = 0; d < p.mask_dims; row *= p.mask_sizes[d].by, ++d)
     if ((row * p.stride - p.mask_strides[d]) % vector_elements(type) != 0) return false;
@@ -51,7 +51,7 @@ void spread(Params& p, Grid& grid) {
     p.row_steps[d] = steps, p.mask_steps[d] = there ? p.mask_strides[d] : 0;
     steps *= sizes[d];
   }
-  const int64_t size = p.mask_kind == softmax::kBoolean ? 1 : p.mask_kind == softmax::kAddF32 ? 4 : 2;
+  const int64_t size = dtype_size(p.mask_kind);
   if (sizes[0] * p.mask_steps[0] * size > kKept && p.mask_steps[1] == 0 && sizes[0] <= kMost) {
     std::swap(sizes[0], sizes[1]), std::swap(p.row_steps[0], p.row_steps[1]), std::swap(p.mask_steps[0], p.mask_steps[1]);
   }
@@ -84,13 +84,13 @@ const char* softmax_cuda(const void* x, const void* mask, void* out, const Softm
   Params p = make_params(x, out, rows);
   if (mask) {
     p.mask = mask;
-    p.mask_kind = static_cast<softmax::Mask>(rows.mask);
+    p.mask_kind = rows.mask;
     p.mask_step = rows.mask_step;
     p.mask_dims = rows.mask_dims;
     for (int d = 0; d < rows.mask_dims; ++d) p.mask_sizes[d] = make_size(rows.mask_sizes[d]), p.mask_strides[d] = rows.mask_strides[d];
   }
-  const bool f32 = rows.type == ElementType::f32, masked = p.mask_kind == softmax::kBoolean;
-  if ((masked || p.mask_kind == softmax::kNoMask) && (p.scale > 0.0f || p.scale < 0.0f)) {
+  const bool f32 = rows.type == ElementType::f32, masked = p.mask_kind == Dtype::boolean;
+  if ((masked || p.mask_kind == Dtype::none) && (p.scale > 0.0f || p.scale < 0.0f)) {
     const RowsKernel k = masked || f32 ? rows_kernel<true>(rows.type) : rows_kernel<false>(rows.type);
     Params positive = p;
     if (p.scale < 0.0f) positive.scale = -p.scale, positive.flip = f32 ? 0x80000000u : 0x80008000u;

@@ -8,28 +8,28 @@ namespace flexops::softmax {
 
 inline constexpr int kGeneralHeld = 4, kMaskedLongHeld = 4;  // vectors of a row that a thread holds
 
-FLEXOPS_DEVICE float half_to_float(u32 half, Mask kind) {
-  return kind == kAddBf16 ? bit_cast<float>(half << 16) : to_float(f16{static_cast<u16>(half)});
+FLEXOPS_DEVICE float half_to_float(u32 half, Dtype kind) {
+  return kind == Dtype::bf16 ? bit_cast<float>(half << 16) : to_float(f16{static_cast<u16>(half)});
 }
 
 /// A row's mask.
 struct MaskRow {
   const char* row;  // null: none, or one value for all of the row
   float bias;       // that value, if it is one that adds
-  Mask kind;
+  Dtype kind;
 };
 
 /// `length` becomes 0 if the mask leaves nothing.
 FLEXOPS_DEVICE MaskRow find_mask(const Params& p, i64 row, int& length) {
   MaskRow m = {nullptr, 0.0f, p.mask_kind};
-  if (p.mask_kind == kNoMask) return m;
+  if (p.mask_kind == Dtype::none) return m;
   const i64 offset = mask_offset(p, row);
-  const char* start = static_cast<const char*>(p.mask) + offset * (p.mask_kind == kBoolean ? 1 : p.mask_kind == kAddF32 ? 4 : 2);
+  const char* start = static_cast<const char*>(p.mask) + offset * (p.mask_kind == Dtype::boolean ? 1 : p.mask_kind == Dtype::f32 ? 4 : 2);
   if (p.mask_step != 0) {
     m.row = start;
-  } else if (p.mask_kind == kBoolean) {
+  } else if (p.mask_kind == Dtype::boolean) {
     if (*start == 0) length = 0;
-  } else if (p.mask_kind == kAddF32) {
+  } else if (p.mask_kind == Dtype::f32) {
     m.bias = *reinterpret_cast<const float*>(start);
   } else {
     m.bias = half_to_float(*reinterpret_cast<const u16*>(start), p.mask_kind);
@@ -69,12 +69,12 @@ FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
   constexpr int N = kPerVector<T>;
   const bool inside = at >= 0 && at + N <= length;
   const i64 from = at, size = length;
-  if (m.kind == kBoolean) {
+  if (m.kind == Dtype::boolean) {
     u32 words[N / 4];
     load_words(words, m.row, from, size, inside);
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = words[i / 4] >> (i % 4 * 8) & 1 ? s[i] : -infinity();
-  } else if (m.kind == kAddF32) {
+  } else if (m.kind == Dtype::f32) {
     u32 words[N];
     load_words(words, m.row, from * 4, size * 4, inside);
 #pragma unroll

@@ -15,6 +15,7 @@ inline SoftmaxRows softmax_rows(Host& host, const char* name, const TensorView& 
   FLEXOPS_CHECK(!causal || x.dim >= 2, host.op, ": ", name, " must have at least two dimensions, queries and keys, got shape ",
                 shape_text(x));
   SoftmaxRows rows = {};
+  rows.mask = Dtype::none;
   rows.type = element_type(x);
   rows.length = x.columns(), rows.rows = x.rows(), rows.stride = x.row_stride();
   rows.queries = x.dim >= 2 ? x.size(-2) : 1;
@@ -24,9 +25,7 @@ inline SoftmaxRows softmax_rows(Host& host, const char* name, const TensorView& 
 
 /// How rows find theirs in a mask of x's shape.
 inline void place_mask(Host& host, SoftmaxRows& rows, const TensorView& mask) {
-  rows.mask = mask.dtype == Dtype::boolean
-                  ? SoftmaxMask::boolean
-                  : static_cast<SoftmaxMask>(1 + static_cast<int>(SoftmaxMask::boolean) + static_cast<int>(element_type(mask)));
+  rows.mask = mask.dtype;
   rows.mask_step = static_cast<int>(mask.stride(-1));
   int count = 0;
   for (int64_t d = mask.dim - 2; d >= 0; --d) {  // neighbours that one stride walks through become one

@@ -28,7 +28,7 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   p.queries = make_size(rows.causal ? rows.queries : 1);
   if (!rows.causal) p.queries.by = 0;
   p.mask_dims = p.mask_step = 0;
-  p.mask_kind = softmax::kNoMask;
+  p.mask_kind = Dtype::none;
   p.gridded = false;
   p.is_f16 = rows.type == ElementType::f16;
   p.lowest = rows.type == ElementType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
     softmax_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kHeld<T>;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
-  const bool boolean = kMasked && (!kIsFloat<T> || p.mask_kind == kBoolean);
+  const bool boolean = kMasked && (!kIsFloat<T> || p.mask_kind == Dtype::boolean);
   i64 mask_at = 0;
   const Place place = boolean ? find_masked_place(p, mask_at) : find_place(p);
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
