@@ -9,6 +9,15 @@ using multi::Data;
 
 // Tuned on one H200.
 
+struct Shared {
+  const float *grad_scale, *found_inf;
+  const float* lr_tensor;
+  float lr, lr_decay;
+  float weight_decay;
+  float eps;
+  bool maximize;
+};
+
 template <Data data>
 struct Rule {
   enum { kParam, kGrad, kSum };
@@ -20,15 +29,7 @@ struct Rule {
   static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = 0b011, kOptional = 0;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
-
-  struct Shared {
-    const float *grad_scale, *found_inf;
-    const float* lr_tensor;
-    float lr, lr_decay;
-    float weight_decay;
-    float eps;
-    bool maximize;
-  };
+  using Shared = adagrad::Shared;
 
   struct Factors {
     float lr, sign, grad_scale;

@@ -10,10 +10,8 @@ namespace {
 
 using multi::Data;
 
-template <Data data>
-void step_rows(const KernelOf<multi::Launch<adagrad::Rule<data>>>& kernel, const TensorRow* rows, int64_t count, const AdagradOptions& o,
-               void* stream) {
-  typename adagrad::Rule<data>::Shared s;
+adagrad::Shared make_shared(const AdagradOptions& o) {
+  adagrad::Shared s;
   s.grad_scale = o.grad_scale;
   s.found_inf = o.found_inf;
   s.lr_tensor = o.lr_tensor;
@@ -22,20 +20,15 @@ void step_rows(const KernelOf<multi::Launch<adagrad::Rule<data>>>& kernel, const
   s.eps = static_cast<float>(o.eps);
   s.weight_decay = static_cast<float>(o.weight_decay);
   s.maximize = o.maximize;
-  multi::launch_rows<adagrad::Rule<data>>(
-      kernel, rows, count, s, [&](int64_t i) { return multi::data_of<adagrad::Rule<Data::mixed>>(rows[i]) == data; },
-      [&](int64_t i, int) { return rows[i].step; }, stream);
+  return s;
 }
 
 }  // namespace
 
 const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
-  const auto mixed = rare_kernel<adagrad::adagrad_kernel<Data::mixed>>;
-  if (multi::lacks_mixed(mixed, rows, count)) return last_error();
-  multi::launch_steps(rows, count, options.found_inf, stream);
-  step_rows(kernel<adagrad::adagrad_kernel<Data::f32>>, rows, count, options, stream);
-  step_rows(kernel<adagrad::adagrad_kernel<Data::bf16>>, rows, count, options, stream);
-  step_rows(mixed, rows, count, options, stream);
+  multi::step_rows(rows, count, multi::data_of<adagrad::Rule<Data::mixed>>, make_shared(options), stream,
+                   kernel<adagrad::adagrad_kernel<Data::f32>>, kernel<adagrad::adagrad_kernel<Data::bf16>>,
+                   rare_kernel<adagrad::adagrad_kernel<Data::mixed>>);
   return last_error();
 }
 

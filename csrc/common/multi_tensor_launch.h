@@ -28,15 +28,6 @@ Data data_of(const TensorRow& row) {
   return f32 ? Data::f32 : bf16 ? Data::bf16 : Data::mixed;
 }
 
-/// Whether the kernel for mixed data, a rare one, is needed and cannot be had. To be asked before anything is launched that writes.
-template <class Rule>
-bool lacks_mixed(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (data_of<Rule>(rows[i]) == Data::mixed) return !ready(kernel);
-  }
-  return false;
-}
-
 template <class Rule>
 uint16_t make_flags(const TensorRow& row) {
   bool vectors = true;  // 16-bit data is read 8 bytes at a time, fp32 16 bytes; null is aligned
@@ -104,6 +95,27 @@ inline void launch_steps(const TensorRow* rows, int64_t count, const float* foun
     for (int i = 0; i < steps.count; ++i) steps.step[i] = rows[done + i].step;
     launch(kernel<step_kernel>, {blocks(ceil_div(steps.count, Steps::kThreads)), {Steps::kThreads}, stream}, steps);
   }
+}
+
+/// Increments the rows' steps, if they count them, and launches the kernel of each kind of rows, as kind_of(row) tells them apart. A rare
+/// kernel that is needed and cannot be had is found before anything is written: last_error() tells.
+template <class Kind, template <Kind> class Rule, Kind... kinds, class KindOf, class Shared>
+void step_rows(const TensorRow* rows, int64_t count, const KindOf& kind_of, const Shared& shared, void* stream,
+               const KernelOf<Launch<Rule<kinds>>>&... kernels) {
+  unsigned needed = 0;
+  for (int64_t i = 0; i < count; ++i) needed |= 1u << static_cast<int>(kind_of(rows[i]));
+  const auto is_needed = [&](Kind kind) { return (needed >> static_cast<int>(kind) & 1) != 0; };
+  if (((is_needed(kinds) && !ready(kernels)) || ...)) return;
+  if constexpr (((Rule<kinds>::kExtras > 0) || ...)) {
+    if (count > 0 && rows[0].step) launch_steps(rows, count, shared.found_inf, stream);
+  }
+  const auto launch_kind = [&](Kind kind, const auto& kernel) {
+    if (!is_needed(kind)) return;
+    launch_rows(
+        kernel, rows, count, shared, [&](int64_t i) { return kind_of(rows[i]) == kind; },
+        [&](int64_t i, int) -> const float* { return rows[i].step; }, stream);
+  };
+  (launch_kind(kinds, kernels), ...);
 }
 
 }  // namespace flexops::multi

@@ -7,8 +7,8 @@
 namespace flexops::multi {
 
 /// The types of parameters, gradients and averages. All fp32, or all bf16, is what most people run; gradients of bf16, or those and
-/// parameters, with the rest of fp32 are for those who keep it so. All else, and what is optional, is told array by array.
-enum class Mode { f32, bf16, bf16_grad, bf16_average_f32, mixed };
+/// parameters, with the rest of fp32 are for those who keep it so, as is a copy of fp32 parameters. All else is told array by array.
+enum class Mode { f32, bf16, bf16_grad, bf16_average_f32, bf16_copy, mixed };
 
 __host__ __device__ constexpr Data data_of(Mode mode) {
   return mode == Mode::mixed ? Data::mixed : mode == Mode::f32 ? Data::f32 : Data::bf16;

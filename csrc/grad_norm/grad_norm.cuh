@@ -58,6 +58,18 @@ struct NormRule {
   }
 };
 
+struct Clip {
+  const float *grad_scale, *found_inf;
+  const float* total_norm;
+  float max_norm;
+
+  /// As torch computes it: NaN for a NaN norm, 0 for an infinite one.
+  FLEXOPS_DEVICE float factor() const {
+    const float raw = max_norm / (*total_norm + 1e-6f);
+    return raw > 1.0f ? 1.0f : raw;
+  }
+};
+
 /// Gradients of 16 bits need more vectors in flight.
 template <Data data>
 struct ClipRule {
@@ -67,18 +79,8 @@ struct ClipRule {
   static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1, kOptional = 0;
   static constexpr bool kReverse = true;  // what the norm read last is still in the cache
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+  using Shared = Clip;
 
-  struct Shared {
-    const float *grad_scale, *found_inf;
-    const float* total_norm;
-    float max_norm;
-
-    /// As torch computes it: NaN for a NaN norm, 0 for an infinite one.
-    FLEXOPS_DEVICE float factor() const {
-      const float raw = max_norm / (*total_norm + 1e-6f);
-      return raw > 1.0f ? 1.0f : raw;
-    }
-  };
   struct Factors {
     float factor;
   };

@@ -28,18 +28,6 @@ void reduce_rows(const KernelOf<multi::Launch<grad_norm::NormRule<two>>>& kernel
       stream);
 }
 
-template <Data data>
-void clip_rows(const KernelOf<multi::Launch<grad_norm::ClipRule<data>>>& kernel, const TensorRow* rows, int64_t count,
-               const float* total_norm, double max_norm, void* stream) {
-  using Rule = grad_norm::ClipRule<data>;
-  typename Rule::Shared shared = {};
-  shared.total_norm = total_norm;
-  shared.max_norm = static_cast<float>(max_norm);
-  multi::launch_rows<Rule>(
-      kernel, rows, count, shared, [&](int64_t i) { return multi::data_of<grad_norm::ClipRule<Data::mixed>>(rows[i]) == data; },
-      [](int64_t, int) -> const float* { return nullptr; }, stream);
-}
-
 int64_t count_chunks(const TensorRow* rows, int64_t count) {
   int64_t chunks = 0;
   for (int64_t i = 0; i < count; ++i) chunks += multi::chunks_of<grad_norm::NormRule<true>>(rows[i].numel);
@@ -68,11 +56,12 @@ const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_typ
 }
 
 const char* clip_grads_cuda(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream) {
-  const auto mixed = rare_kernel<grad_norm::clip_kernel<Data::mixed>>;
-  if (multi::lacks_mixed(mixed, rows, count)) return last_error();
-  clip_rows(mixed, rows, count, total_norm, max_norm, stream);
-  clip_rows(kernel<grad_norm::clip_kernel<Data::bf16>>, rows, count, total_norm, max_norm, stream);
-  clip_rows(kernel<grad_norm::clip_kernel<Data::f32>>, rows, count, total_norm, max_norm, stream);
+  grad_norm::Clip shared = {};
+  shared.total_norm = total_norm;
+  shared.max_norm = static_cast<float>(max_norm);
+  multi::step_rows(rows, count, multi::data_of<grad_norm::ClipRule<Data::mixed>>, shared, stream,
+                   rare_kernel<grad_norm::clip_kernel<Data::mixed>>, kernel<grad_norm::clip_kernel<Data::bf16>>,
+                   kernel<grad_norm::clip_kernel<Data::f32>>);
   return last_error();
 }
 

@@ -7,6 +7,15 @@ namespace flexops::lion {
 
 using multi::Mode;
 
+struct Shared {
+  const float *grad_scale, *found_inf;
+  const float* lr_tensor;
+  float lr;
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float weight_decay;
+  bool maximize, stochastic;
+};
+
 template <Mode mode>
 struct Rule {
   static constexpr bool random = multi::is_random(mode);
@@ -21,15 +30,7 @@ struct Rule {
   static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = mode == Mode::bf16_average_f32 ? 0b011 : 0b111, kOptional = 0;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
-
-  struct Shared {
-    const float *grad_scale, *found_inf;
-    const float* lr_tensor;
-    float lr;
-    float beta1, beta2, one_minus_beta1, one_minus_beta2;
-    float weight_decay;
-    bool maximize, stochastic;
-  };
+  using Shared = lion::Shared;
 
   struct Factors {
     float lr, decay, sign, grad_scale;
