@@ -5,7 +5,8 @@
 //   store<bf16>(out, index, value);                 // rounded to nearest even, in one access
 //   Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
 //
-// Of a type that is told at run time, one at a time: load_any, store_any, round_any.
+// Of a type that is told at run time, one at a time: load_any, store_any, round_any. For what is done once a row or a column (sums,
+// scales), and for kernels of types that differ, which are 27 kinds where three are told apart.
 #pragma once
 
 #include "common/device.cuh"
@@ -88,8 +89,9 @@ FLEXOPS_DEVICE float round_any(float value, ElementType type) {
   return value;
 }
 
-/// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are loaded. Its type is told at run time; if
-/// N is more than 1, its address and `index` are multiples of 16 bytes and of N.
+/// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are loaded. Its type is told at run time,
+/// which costs a branch that all threads take alike; known types would be three kernels for each. If N is more than 1, its address and
+/// `index` are multiples of 16 bytes and of N.
 template <int N>
 struct Broadcast {
   Vec < u32, N<4 ? N : 4> words[N < 4 ? 1 : N / 4];

@@ -34,6 +34,17 @@ inline constexpr ElementType kElementType = kIsFloat<T> ? ElementType::f32 : Ele
 template <>
 inline constexpr ElementType kElementType<f16> = ElementType::f16;
 
+/// In place of a type: x, residual and parameters are of types that differ. Seldom, and of 27 kinds: they are told at run time.
+struct Any {};
+template <typename T>
+FLEXOPS_DEVICE ElementType type_of(ElementType) {
+  return kElementType<T>;
+}
+template <>
+FLEXOPS_DEVICE ElementType type_of<Any>(ElementType told) {
+  return told;
+}
+
 /// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to the next, which takes twice the
 /// registers: it cannot know that `nothing`, a kernel's parameter, is 0. (An empty asm is not enough, because ptxas does not see it.)
 template <typename T, int N>
@@ -79,6 +90,7 @@ FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index) {
     widen<S>(out + i * (N * kPiece / kWords), piece);
   }
 }
+
 template <typename S, int N>
 FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index) {
   constexpr int kWords = N * static_cast<int>(sizeof(S)) / 4, kPiece = kWords < 4 ? kWords : 4;
@@ -104,9 +116,7 @@ FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index, El
 }
 template <int N>
 FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, ElementType type) {
-  if constexpr (N == 1) {
-    store_any(to, index, in[0], type);
-  } else if (type == ElementType::f32) {
+  if (type == ElementType::f32) {
     store_floats<float>(in, to, index);
   } else if (type == ElementType::bf16) {
     store_floats<bf16>(in, to, index);

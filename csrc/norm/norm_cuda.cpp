@@ -36,6 +36,8 @@ const Kernels kFew = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, false, false,
 const Kernels kMany = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, false, true, norm::kManyItems);
 const Kernels kAdding = FLEXOPS_EACH_TYPE(kernel, norm::forward_held, true, true, norm::kItems);
 const Kernels kRows = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_rows);
+const Kernels kShort = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_short);
+const Kernels kRagged = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_ragged);
 // What is quantized next comes in bfloat16.
 const Kernels kCodes = {rare_kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
@@ -89,10 +91,12 @@ Way choose(const NormForward& a) {
   if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
     return {rare_kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
   if (aligned) return {kRows[type], vector, norm::kItems, 16, a.row_type == ElementType::f32 ? 2048 : 1024};
+  const bool mixed = a.type != a.row_type || a.type != a.weight_type;
   // Where few elements have a place in a vector, single ones are no slower.
-  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2)) return {rare_kernel<norm::forward_short>, 1, norm::kItems};
+  if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2))
+    return {mixed ? rare_kernel<norm::forward_short<norm::Any>> : kShort[type], 1, norm::kItems};
   const int64_t piece = kPiece * (element_size(a.row_type) + (a.residual ? element_size(a.type) : 0));
-  return {rare_kernel<norm::forward_ragged>, kPiece, kPieces, piece, 1024, true};
+  return {mixed ? rare_kernel<norm::forward_ragged<norm::Any>> : kRagged[type], kPiece, kPieces, piece, 1024, true};
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.

@@ -166,19 +166,21 @@ FLEXOPS_DEVICE void keep(const float (&v)[4], char* slot, ElementType type) {
 
 /// A row for each group of threads, which hold their first pieces in shared memory, and read the others again. y and new_residual are
 /// aligned to 16 bytes.
+template <typename T>
 __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRID_CONSTANT Forward p) {
+  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type), weight_type = type_of<T>(p.weight_type);
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
   const Pieces pieces(row, p);
-  const Walk walk(storage, 4 << power_of(p.row_type), p, g, pieces);
+  const Walk walk(storage, 4 << power_of(row_type), p, g, pieces);
 
   // x goes to the slots; with a residual that does, and x goes behind all of these.
-  Source from(p.x, row * p.x_stride, (p.rows - 1) * p.x_stride + p.columns, p.type, pieces);
-  const Source residual(p.residual, row * p.residual_stride, (p.rows - 1) * p.residual_stride + p.columns, p.row_type, pieces);
-  const int x_bytes = 4 << power_of(p.type), x_step = static_cast<int>(blockDim.x) * x_bytes;
+  Source from(p.x, row * p.x_stride, (p.rows - 1) * p.x_stride + p.columns, type, pieces);
+  const Source residual(p.residual, row * p.residual_stride, (p.rows - 1) * p.residual_stride + p.columns, row_type, pieces);
+  const int x_bytes = 4 << power_of(type), x_step = static_cast<int>(blockDim.x) * x_bytes;
   char* const x_slots =
       p.residual ? reinterpret_cast<char*>(storage) + p.held * walk.step + static_cast<int>(threadIdx.x) * x_bytes : walk.first;
   const bool fetched = from.is_aligned() && (p.residual == nullptr || residual.is_aligned());
@@ -194,13 +196,13 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
     async_wait(0);
   }
   if (p.residual || !fetched) {
-    const Sink sum(p.new_residual, to, p.row_type, pieces);
+    const Sink sum(p.new_residual, to, row_type, pieces);
     const char* x_slot = x_slots;
     walk.for_each([&](int i, char* slot) {
       float x[4], r[4];
       if (fetched && slot < walk.end) {
-        take(r, slot, p.row_type);
-        take(x, x_slot, p.type);
+        take(r, slot, row_type);
+        take(x, x_slot, type);
         x_slot += x_step;
       } else {
         if (p.residual) residual.load(r, i, pieces);
@@ -211,15 +213,15 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
         for (int e = 0; e < 4; ++e) x[e] += r[e];
         sum.store(x, i, pieces);
       }
-      if (slot < walk.end) keep(x, slot, p.row_type);
+      if (slot < walk.end) keep(x, slot, row_type);
     });
-    if (p.residual) from = Source(p.new_residual, to, p.rows * p.columns, p.row_type, pieces);
+    if (p.residual) from = Source(p.new_residual, to, p.rows * p.columns, row_type, pieces);
   }
   // Rows that are longer than shared memory are rare: what it does not hold is loaded by elements.
   const auto get = [&](float (&v)[4], int i, const char* slot) {
-    if (slot < walk.end) return take(v, slot, p.row_type);
+    if (slot < walk.end) return take(v, slot, row_type);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, p.row_type) : 0.0f;
+    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, row_type) : 0.0f;
   };
 
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
@@ -236,8 +238,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   const float mean = moments.mean, rstd = moments.rstd;
 
   // The results; before their codes, the largest of them.
-  const Source weight(p.weight, 0, p.columns, p.weight_type, pieces), bias(p.bias, 0, p.columns, p.weight_type, pieces);
-  const Sink y(p.y, to, p.type, pieces);
+  const Source weight(p.weight, 0, p.columns, weight_type, pieces), bias(p.bias, 0, p.columns, weight_type, pieces);
+  const Sink y(p.y, to, type, pieces);
   u8* const codes = static_cast<u8*>(p.y) + (to - pieces.shift);
   Coding coding(0, p.codes);
   u32 largest[1] = {0};

@@ -17,7 +17,9 @@ FLEXOPS_DEVICE void load_apart(float (&out)[kItems], const void* from, i64 first
 }
 
 /// A thread's part of a row of at most kItems * kNarrowWarp elements, in registers.
+template <typename T>
 __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRID_CONSTANT Forward p) {
+  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type), weight_type = type_of<T>(p.weight_type);
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
@@ -34,13 +36,13 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
     }
   };
   float v[kItems], other[kItems], mean = 0.0f, total[1] = {0.0f};
-  load(v, p.x, row * p.x_stride, p.type);
+  load(v, p.x, row * p.x_stride, type);
   if (p.residual) {
-    load(other, p.residual, row * p.residual_stride, p.row_type);
+    load(other, p.residual, row * p.residual_stride, row_type);
 #pragma unroll
     for (int e = 0; e < kItems; ++e) {
-      v[e] = round_any(v[e] + other[e], p.row_type);
-      if (e * g.lanes < left) store_any(p.new_residual, to + e * g.lanes, v[e], p.row_type);
+      v[e] = round_any(v[e] + other[e], row_type);
+      if (e * g.lanes < left) store_any(p.new_residual, to + e * g.lanes, v[e], row_type);
     }
   }
   if (p.centered) {
@@ -62,12 +64,12 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
 #pragma unroll
   for (int e = 0; e < kItems; ++e) v[e] *= rstd;
   if (p.weight) {
-    load(other, p.weight, 0, p.weight_type);
+    load(other, p.weight, 0, weight_type);
 #pragma unroll
     for (int e = 0; e < kItems; ++e) v[e] *= other[e];
   }
   if (p.bias) {
-    load(other, p.bias, 0, p.weight_type);
+    load(other, p.bias, 0, weight_type);
 #pragma unroll
     for (int e = 0; e < kItems; ++e) v[e] += other[e];
   }
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRI
     if (e * g.lanes >= left) continue;
     float one[1] = {v[e]};
     if (p.codes == Dtype::none) {
-      store_any(p.y, to + e * g.lanes, one[0], p.type);
+      store_any(p.y, to + e * g.lanes, one[0], type);
     } else {
       coding.write(one, static_cast<u8*>(p.y) + to + e * g.lanes, p.codes);
     }

@@ -179,7 +179,7 @@ def test_the_names_of_clang_are_read_as_well() -> None:
 
 
 def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCompiler) -> None:
-    names = {"lion": "flexops::lion::lion_kernel<(flexops::multi::Mode)0>", "norm": "flexops::norm::forward_rows<flexops::norm::Half>"}
+    names = {"lion": "flexops::lion::lion_kernel<(flexops::multi::Mode)0>", "norm": "flexops::norm::forward_ragged<flexops::norm::Any>"}
     results = device_code.obtain([plan(name, compiler, family=family) for family, name in names.items()], BuildCache(tmp_path))
     assert [result.error for result in results] == [None, None]
 
