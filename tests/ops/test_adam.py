@@ -117,17 +117,17 @@ class TestCopies(StepContract):
 # --- copies in a second dtype -----------------------------------------------------------------------------------------------------------------
 
 
-def lists_and_copies(param_dtype: torch.dtype, copy_dtype: torch.dtype, device: str) -> tuple[Lists, list[Tensor]]:
-    lists = make_lists(TestAdamW.step, param_dtype, torch.bfloat16, device)
+def lists_and_copies(param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype, device: str) -> tuple[Lists, list[Tensor]]:
+    lists = make_lists(TestAdamW.step, param_dtype, grad_dtype, device)
     return lists, [torch.full_like(param, -77.0, dtype=copy_dtype) for param in lists[0]]
 
 
 @ON_BOTH
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("copy_dtype", DTYPES)
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_is_the_new_parameter_rounded(param_dtype: torch.dtype, copy_dtype: torch.dtype, amsgrad: bool, device: str) -> None:
-    lists, copies = lists_and_copies(param_dtype, copy_dtype, device)
+@pytest.mark.parametrize(("param_dtype", "grad_dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_a_copy_is_the_new_parameter_rounded(param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype, amsgrad: bool, device: str) -> None:
+    lists, copies = lists_and_copies(param_dtype, grad_dtype, copy_dtype, device)
     if not amsgrad:
         lists[4] = []
     plain = clone(lists)
@@ -143,7 +143,7 @@ def test_a_copy_is_the_new_parameter_rounded(param_dtype: torch.dtype, copy_dtyp
 
 def test_copies_round_to_nearest_even_at_any_offset() -> None:
     for offset in range(9):  # streaming stores need aligned middles and plain ends
-        lists, _ = lists_and_copies(torch.float32, torch.bfloat16, "cpu")
+        lists, _ = lists_and_copies(torch.float32, torch.bfloat16, torch.bfloat16, "cpu")
         whole = [torch.zeros(tensor.numel() + 16, dtype=torch.bfloat16) for tensor in lists[0]]
         copies = [each[offset : offset + tensor.numel()].view(tensor.shape) for each, tensor in zip(whole, lists[0], strict=True)]
         flexops.adam_copy_(*lists, copies, lr=0.01, amsgrad=True)
