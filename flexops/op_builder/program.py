@@ -102,7 +102,7 @@ class Program(NamedTuple):
         """Of what the compiler's identity and torch's do not cover: our own header, and CUDA's, which a package has besides."""
         found = {}
         for name, root in self.roots:
-            for header in (DEVICE_HEADER, _ACCESSORS, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
+            for header in (DEVICE_HEADER, "common/integers.cuh", _ACCESSORS, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
                 if name != "<torch>" and (root / header).is_file():
                     found[f"{name}/{header}"] = cache_key.file_digest(root / header)
         return found
