@@ -109,7 +109,7 @@ def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
     narrowed = [one for one in shlex.split(arguments) if not _is_there(root / one)]  # not all of a file's tests
     wrong = [f"{file}: {name} fails" for file, one in files.items() for name in one["failed"]]
     if done.returncode and not wrong:
-        wrong = [f"pytest {arguments}: status {done.returncode}"]
+        return {}, [f"pytest {arguments}: status {done.returncode}, so not all of its tests ran"]
     return {" ".join([file, shlex.join(narrowed)]).strip(): {**when(root), **one} for file, one in files.items()}, wrong
 
 

@@ -102,6 +102,8 @@ def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
     assert found == {"test_it.py": {"date": torch_proof.today(), "flexops": found["test_it.py"]["flexops"], **counts}}
     assert wrong == ["test_it.py: TestMore::test_bad fails", "test_it.py: test_set_up fails"]
     assert list(torch_proof.run_tests(f"test_it.py -k 'good{' or gpu' * 50}'", tmp_path)[0]) == [f"test_it.py -k 'good{' or gpu' * 50}'"]
+    (tmp_path / "test_stopped.py").write_text("def test_good(): pass\ndef test_that_is_interrupted(): raise KeyboardInterrupt\n")
+    assert torch_proof.run_tests("test_stopped.py", tmp_path) == ({}, ["pytest test_stopped.py: status 2, so not all of its tests ran"])
     assert torch_proof.run_tests("not_there.py", tmp_path) == ({}, ["pytest not_there.py: status 4, and no test ran"])
 
 
