@@ -77,8 +77,9 @@ struct BackwardParams {
   const float *exponent, *delta;    // [heads_q, padded_rows]
   float* dq_sums;                   // [heads_q, padded_rows, kDim]
   i64 padded_rows;
-  int tiles;       // of keys, per sequence and key head
-  int section;     // key heads
+  int group;       // query heads that a block goes over: all that share a key head, or one, and dk and dv have its head
+  int tiles;       // of keys, per sequence and group
+  int section;     // groups
   int first_tile;  // number of the first one: where dQ is added up in a fixed order, each tile is a launch of its own
 };
 

@@ -60,7 +60,7 @@ FLEXOPS_DEVICE void add_keys_product(float (&acc)[N], const u32 (&left_words)[M]
   }
 }
 
-/// grid: tiles * batch * heads_k blocks, those with the most queries (a causal mask's first keys) first.
+/// grid: tiles * batch * groups of query heads blocks, those with the most queries (a causal mask's first keys) first.
 template <class T, int kDim, int kDimV, int kM, int kN, int kStages, class Modifier>
 __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT BackwardParams p) {
   using Shape = BackwardShape<T, kDim, kDimV, kM, kN, kStages>;
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
   u32 k = static_cast<u32>(__cvta_generic_to_shared(memory));
 
   const Problem& problem = p.problem;
-  const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.tiles, p.section);
-  const int n = p.first_tile + number.tile, first_head = number.head * problem.group;
+  const TileNumber number(blockIdx.x, problem.batch, problem.heads_q / p.group, p.tiles, p.section);
+  const int n = p.first_tile + number.tile, first_head = number.head * p.group;
   const Sequence s(problem, number.batch, first_head);
   if (n * kN >= s.length_k) return;
   const Blocks blocks = seeing_queries<kM, kN>(problem, s, n);
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     load_queries(first_head, blocks.begin, 0);
   }
   int head = first_head, m = blocks.begin;
-  const int tiles = blocks.none() ? 0 : (blocks.end - blocks.begin) * problem.group;
+  const int tiles = blocks.none() ? 0 : (blocks.end - blocks.begin) * p.group;
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     const int stage = i % kStages, first = m * kM + split * kQueries, now_head = head, now_m = m;
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
       load_queries(head, m, 0);
     }
   }
-  store_key_gradient<T>(p.dk, s, key, dk, problem.scale, problem.head_dim, split * (kDim / kSplit));
-  store_key_gradient<T>(p.dv, s, key, dv, 1.0f, problem.head_dim_v, split * (kDimV / kSplit));
+  store_key_gradient<T>(p.dk, s, number.head, key, dk, problem.scale, problem.head_dim, split * (kDim / kSplit));
+  store_key_gradient<T>(p.dv, s, number.head, key, dv, 1.0f, problem.head_dim_v, split * (kDimV / kSplit));
 }
 
 /// grid: (tiles of kM rows, heads_q, batch).

@@ -103,14 +103,14 @@ FLEXOPS_DEVICE void add_to_memory(float* to, const float* four) {
 struct BackwardTile {
   Sequence s;  // with the first of the heads
   Blocks blocks;
-  int n, first_head, tiles;  // tiles: of queries, of all heads
+  int n, group, first_head, tiles;  // group: its number; tiles: of queries, of all heads
   template <class Shape>
   FLEXOPS_DEVICE BackwardTile(const BackwardParams& p, const TileNumber& number, Shape)
-      : s(p.problem, number.batch, number.head * p.problem.group), n(p.first_tile + number.tile) {
+      : s(p.problem, number.batch, number.head * p.group), n(p.first_tile + number.tile), group(number.head) {
     blocks = seeing_queries<Shape::kM, Shape::kN>(p.problem, s, n);
-    first_head = number.head * p.problem.group;
+    first_head = group * p.group;
     blocks = {shuffle(blocks.begin, 0), shuffle(blocks.end, 0)};
-    tiles = blocks.none() ? 0 : (blocks.end - blocks.begin) * p.problem.group;
+    tiles = blocks.none() ? 0 : (blocks.end - blocks.begin) * p.group;
   }
   /// Of tile i of queries.
   FLEXOPS_DEVICE int head(int i) const { return first_head + i / (blocks.end - blocks.begin); }
@@ -334,18 +334,18 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       if (++m == tile.blocks.end) m = tile.blocks.begin, ++head;
     }
   }
-  store_key_gradient<T>(p.call.dk, s, key, dk, problem.scale, problem.head_dim, column);
-  store_key_gradient<T>(p.call.dv, s, key, dv, 1.0f, problem.head_dim_v, column_v);
+  store_key_gradient<T>(p.call.dk, s, tile.group, key, dk, problem.scale, problem.head_dim, column);
+  store_key_gradient<T>(p.call.dv, s, tile.group, key, dv, 1.0f, problem.head_dim_v, column_v);
 }
 
-/// grid: tiles * batch * heads_k blocks, those with the most queries (a causal mask's first keys) first.
+/// grid: tiles * batch * groups of query heads blocks, those with the most queries (a causal mask's first keys) first.
 template <class T, int kDim, int kDimV, bool kQueryGradient, class Modifier>
 __global__ void __launch_bounds__(384, 1) backward_hopper(const FLEXOPS_GRID_CONSTANT BackwardHopperParams p) {
   using Shape = BackwardHopper<kDim, kDimV, kQueryGradient>;
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
-  const TileNumber number(blockIdx.x, problem.batch, problem.heads_k, p.call.tiles, p.call.section);
+  const TileNumber number(blockIdx.x, problem.batch, problem.heads_q / p.call.group, p.call.tiles, p.call.section);
   const BackwardTile tile(p.call, number, shape);
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);

@@ -2,6 +2,7 @@
 //
 //   before:  delta = rowsum(dO O) - dLSE;  exponent = log2(e) LSE;  zeros for the sums of dQ
 //   after:   dQ = scale (sums of dQ), in its type and order
+//   sums:    dK and dV of a key head, from those of the query heads that share it, where each had blocks of its own
 //
 // Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not straddle sequences, and rows that are
 // not there have an exponent of +inf, which makes their weights zero.
@@ -87,6 +88,33 @@ __global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID
     dq[4 * i + 2] = four.z * p.problem.scale, dq[4 * i + 3] = four.w * p.problem.scale;
   }
   store_query_gradient<T>(p.dq, s, first + thread / 32 * 16 + lane_row(), dq, p.problem.head_dim, half * kColumns);
+}
+
+struct HeadSumsParams {
+  const void* parts[2];  // of dK and of dV: [batch, heads_q, rows, columns]
+  Tensor to[2];
+  int columns[2], rows, group;
+};
+
+/// grid: (rows, heads_k, batch).
+template <class T>
+__global__ void __launch_bounds__(64) backward_sums(const FLEXOPS_GRID_CONSTANT HeadSumsParams p) {
+  const i64 row = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const int columns = p.columns[which], column = 8 * static_cast<int>(threadIdx.x) - which * p.columns[0];
+    if (column < 0 || column >= columns) continue;
+    float sum[8] = {};
+    for (int i = 0; i < p.group; ++i) {
+      const i64 from = ((batch * gridDim.y + head) * p.group + i) * p.rows + row;
+      float part[8];
+      widen(part, load<T, 8>(p.parts[which], from * columns + column));
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum[k] += part[k];
+    }
+    const Tensor& to = p.to[which];
+    store<T>(to.data, batch * to.batch + row * to.row + head * to.head + column, sum);
+  }
 }
 
 }  // namespace flexops::attention

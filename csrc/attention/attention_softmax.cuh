@@ -255,11 +255,13 @@ FLEXOPS_DEVICE void store_output(const ForwardParams& p, const Sequence& s, cons
   store_rows<T>(to, inside, out, p.problem.head_dim_v);
 }
 
-/// A backward tile's end: a gradient of keys or values, from its fragment, whose first element is (key, column).
+/// A backward tile's end: a gradient of keys or values, from its fragment, whose first element is (key, column), to head `head`.
 template <class T, int N>
-FLEXOPS_DEVICE void store_key_gradient(const Tensor& to, const Sequence& s, int key, float (&gradient)[N], float scale, int columns,
-                                       int column = 0) {
-  T* const rows[2] = {s.rows_k<T>(to, key) + column, s.rows_k<T>(to, key + 8) + column};
+FLEXOPS_DEVICE void store_key_gradient(const Tensor& to, const Sequence& s, int head, int key, float (&gradient)[N], float scale,
+                                       int columns, int column) {
+  Sequence there = s;
+  there.head_k = head;
+  T* const rows[2] = {there.rows_k<T>(to, key) + column, there.rows_k<T>(to, key + 8) + column};
   const bool inside[2] = {key < s.length_k, key + 8 < s.length_k};
   scale_rows(gradient, {scale, scale});
   store_rows<T>(rows, inside, gradient, columns - column);

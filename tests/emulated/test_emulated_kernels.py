@@ -156,6 +156,11 @@ def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[str, str]) -> None:
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64") == 2
+
+
+@pytest.mark.slow
 def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
     """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
     assert emulated(machine, "tests/ops/test_attention.py", "-k", "any_head_dim and (192 or 256) and not reference and not dtype0", STAND_IN_GPUS="86")

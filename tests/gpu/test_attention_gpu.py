@@ -48,7 +48,9 @@ def way(request: pytest.FixtureRequest, require: Any) -> Iterator[str]:
     _library().flexops_attention_hopper(int(request.param == "hopper"))
     _library().flexops_attention_splits(0)
     _library().flexops_attention_shared(ctypes.c_int64(99 << 10 if request.param == "sm_86" else 1 << 20))
+    _library().flexops_attention_heads_split(0 if request.param == "sm_80" else -1)
     yield request.param
+    _library().flexops_attention_heads_split(-1)
     _library().flexops_attention_shared(ctypes.c_int64(1 << 20))
     _library().flexops_attention_hopper(1)
     _library().flexops_attention_splits(-1)
@@ -381,6 +383,20 @@ def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
     graph.replay()
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     assert distance_of(out, expected) < 6e-3
+
+
+@pytest.mark.parametrize("split", [0, 1], ids=["all in one block", "blocks of their own"])
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_query_heads_that_share_a_key_head(columns: int, split: int) -> None:
+    """Gradients of a key head are added up in one block, or, where there would be few blocks, afterwards."""
+    _library().flexops_attention_heads_split(split)
+    q, k, v = qkv(150, 200, 4, 2, columns, batch=1)
+    options = {"alibi_slopes": torch.rand(4, device="cuda"), "causal": True}
+    for deterministic in (False, True):
+        assert_close(errors(q, k, v, causal=True, deterministic=deterministic), torch.bfloat16)
+        assert_close(errors(q.half(), k.half(), v.half(), deterministic=deterministic, **options), torch.float16)
+    assert_close(errors(q[:1, :50], k[:1, :70, :1], v[:1, :70, :1, : columns // 2]), torch.bfloat16)  # a tile, a key head, fewer columns of v
 
 
 # ---- always the same ---------------------------------------------------------------------------------------------------------------------------
