@@ -63,12 +63,16 @@ def record(path: Path, kernels: Mapping[str, Iterable[str]], when: Mapping[str, 
     """Keep in ``docs/proven.json`` how many kernels compiled, by place (their names begin with their family's), and when.
 
     Args:
-        when: date and flexops, for a place that is new, or if all of its kernels are: ``whole``.
+        when: date and flexops, for a place that is new, or if all of its kernels are: ``whole``. If some are, it keeps its date, and where their number
+            is another now, this flexops' commit stands behind its own.
     """
     before = proven.read(path).get("kernels", {})
     for place, names in sorted(kernels.items()):
-        since = when if whole or place not in before else {name: before[place][name] for name in when if name in before[place]}
-        held = list(names)
+        held, known = list(names), before.get(place)
+        since = when if whole or known is None else {name: known[name] for name in when if name in known}
+        commit = when.get("flexops", "").rpartition(" ")[2]
+        if known is not None and since is not when and known["kernels"] != len(held) and commit not in since.get("flexops", commit):
+            since = {**since, "flexops": f"{since['flexops']}+{commit}"}
         proven.write(path, "kernels", place, {**since, "families": len({name.partition(" ")[0] for name in held}), "kernels": len(held)})
 
 

@@ -160,3 +160,8 @@ def test_what_was_measured_of_some_families_does_not_make_the_others_newer(tmp_p
         proving.record(tmp_path / "p.json", known, {"date": date, "flexops": date}, whole=whole)
         counts = {"date": expected, "flexops": expected, "families": 2, "kernels": 3}
         assert json.loads((tmp_path / "p.json").read_text())["kernels"]["NVRTC 12.1 sm_80"] == counts
+    known["NVRTC 12.1 sm_80"]["rope d"] = [1]
+    for _ in range(2):  # the second time nothing is new
+        proving.record(tmp_path / "p.json", known, {"date": "2026-04-04", "flexops": "0.2.0 abc"}, whole=False)
+        written = json.loads((tmp_path / "p.json").read_text())["kernels"]["NVRTC 12.1 sm_80"]
+        assert written == {"date": "2026-03-03", "flexops": "2026-03-03+abc", "families": 2, "kernels": 4}
