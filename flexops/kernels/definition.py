@@ -38,6 +38,7 @@ _MENDS = {
 }
 """What mends an error of the compiler, by what it says."""
 
+_MOST_THREADS = 1024  # of a block, on every GPU
 _MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
 _defined: dict[str, _Registered] = {}
@@ -328,13 +329,17 @@ class _Code:
                 kind = TypeError if isinstance(error, TypeError) or not isinstance(value, (int, float)) else ValueError
                 raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
 
-    def _failed(self, status: int, device: int, config: int, loaded: int, extra: int | None, grid: object, block: object, shared: int) -> None:
+    def _failed(self, status: int, device: int, config: int, loaded: int, extra: int | None, grid: object, block: tuple[int, int, int], shared: int) -> None:
         if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
             provider.driver().enter_context(device)
             status = self.names["_launch"](config, loaded, None, extra)
         if status:
-            said = provider.driver().error_text(status)
-            raise RuntimeError(f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared} bytes of dynamic shared memory)")
+            said, mend = provider.driver().error_text(status), ""
+            if math.prod(block) > _MOST_THREADS:
+                mend = f": a block has at most {_MOST_THREADS} threads, not {math.prod(block)}"
+            elif status == launch.OUT_OF_RESOURCES:
+                mend = ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by which each gets fewer registers"
+            raise RuntimeError(f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared} bytes of dynamic shared memory){mend}")
 
 
 class _Registered:

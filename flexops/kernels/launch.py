@@ -16,6 +16,7 @@ _ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: behind the kind ar
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_...
 NO_CONTEXT = (3, 201)  # not initialized, invalid context
+OUT_OF_RESOURCES = 701
 SHARED_WITHOUT_ASKING = 40000
 """Bytes of dynamic shared memory that every kernel may have: of 48 KiB, less what it has beside."""
 

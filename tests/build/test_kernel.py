@@ -260,8 +260,12 @@ def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
 def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
     scale = flexops.kernel(SCALE, SCHEMA, block=2048)
     driver.number("refuse").value = 1
-    with pytest.raises(RuntimeError, match=r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0 bytes"):
+    with pytest.raises(RuntimeError, match=r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0 bytes.* at most 1024 threads"):
         launched(scale)(torch.ones(3), 1.0)
+    narrow = flexops.kernel(SCALE, SCHEMA, block=512)
+    driver.number("refuse").value = 701
+    with pytest.raises(RuntimeError, match=r"block \(512, 1, 1\).*: fewer threads in a block, or __launch_bounds__"):
+        launched(narrow)(torch.ones(3), 1.0)
     driver.number("refuse").value = 201  # a thread without a context
     launched(scale)(torch.ones(3), 1.0)
     assert driver.number("contexts").value == 1
