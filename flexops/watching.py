@@ -1,7 +1,7 @@
 """Runs a command again whenever a source changes: ``flexops watch``.
 
 pytest, and Python programs, run in a process that has imported torch already, and what else the last run imported (``watching_child.py``): after an edit
-of device code there is then a result within a second. Everything else is started as usual.
+of device code there is then a result in about a second. Everything else is started as usual.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 //   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
 //   attention_decode.cuh            the same for few queries and many keys, which are split
 //   attention_backward.cuh          the same, for the gradients
-//   attention_backward_rows.cuh     before and after both of them: rowsum(dO O), and dQ from float32 to its type
+//   attention_backward_rows.cuh     before and after both: rowsum(dO O), dQ from float32 to its type, sums of dK and dV over heads
 //
 // Keys that a query does not see have a weight of zero, and what they are multiplied with has to be finite: past a packed sequence's end
 // the copy engine loads the next one's rows (past the tensor's end, zeros).
