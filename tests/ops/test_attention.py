@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,17 @@ def test_all_at_once() -> None:
     q, k, v = draw(30, 40, 4, 2, 16)
     found = errors(q * 3, k * 3, v, causal=True, softcap=5.0, window=(15, None), alibi_slopes=slopes, bias=bias, sinks=sinks, scale=0.4, with_lse=True)
     assert_close(found, torch.float32)
+
+
+@pytest.mark.parametrize("fault", [lambda grad: 0.9 * grad, torch.zeros_like, lambda grad: grad.roll(1)], ids=["a tenth short", "zeros", "another head's"])
+def test_a_wrong_gradient_of_sinks_is_seen(fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a sum that cancels, held against its terms: by as much as bfloat16 is held to, too."""
+    right, sinks = attention_module._gradient_of_sinks, torch.randn(4, generator=torch.Generator().manual_seed(4))
+    inputs = draw(30, 40, 4, 2, 64, dtype=torch.bfloat16)
+    assert_close(errors(*inputs, sinks=sinks, with_lse=True), torch.bfloat16)
+    monkeypatch.setattr(attention_module, "_gradient_of_sinks", lambda *args: fault(right(*args)))
+    with pytest.raises(AssertionError, match="sinks"):
+        assert_close(errors(*inputs, sinks=sinks, with_lse=True), torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
