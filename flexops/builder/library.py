@@ -310,7 +310,8 @@ def _fake(signature: Signature, *args: Any) -> Any:
         like = given.get(output.dtype, output.dtype) if output.dtype else first
         like = first if like is None else like
         dtype = like.dtype if isinstance(like, Tensor) else getattr(torch, like) if isinstance(like, str) else like
-        there = all(given[name] is not None and given[name] is not False for name in output.conditions)
+        conditions = [argument for argument in signature.schema.arguments if argument.name in output.conditions]
+        there = all(given[one.name] is not None if one.optional else given[one.name] for one in conditions)
         shape = (output.shape or signature.first) if there else (output.otherwise or "0")
         made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
     return None if not made else made[0] if len(made) == 1 else tuple(made)
@@ -323,16 +324,18 @@ def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:
 def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ...]:
     if not part.name:
         return (part.number,)
-    if part.many:
-        return (len(given[part.name]) * part.times // part.over,)
     value = given[part.name]
-    if not isinstance(value, Tensor):
-        return (value * part.times // part.over,)
-    if not part.single:
+    if isinstance(value, Tensor) and not part.single:
         return tuple(value.shape[part.first : part.last])
+    return (_one_size(label, part, value) * part.times // part.over + part.plus,)
+
+
+def _one_size(label: str, part: Dimensions, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return len(value) if part.many else value
     at = part.first or 0
     if not -value.dim() <= at < value.dim():
         least = -at if at < 0 else at + 1
         wanted = "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
         raise ValueError(f"{label}: {part.name} must have at least {wanted}")
-    return (value.shape[at] * part.times // part.over,)
+    return value.shape[at]

@@ -197,6 +197,7 @@ def _shape(signature: Signature, text: str) -> str:
 
 def _added(signature: Signature, part: Dimensions) -> str:
     factor = f" * {part.times}" if part.times != 1 else f" / {part.over}" if part.over != 1 else ""
+    factor += f" + {part.plus}" if part.plus else ""
     if part.many:
         return f".add(static_cast<int64_t>({part.name}.size()){factor})"
     if not part.name:

@@ -25,7 +25,7 @@ CATALOG: tuple[OpSpec, ...] = (
     OpSpec("quant"),
     OpSpec("rope"),
     OpSpec("softmax", declared=(declared.SCALED_MASKED_SOFTMAX, declared.CAUSAL_SOFTMAX, declared.SOFTMAX_BACKWARD)),
-    OpSpec("cross_entropy"),
+    OpSpec("cross_entropy", declared=declared.LOSSES),
     OpSpec("norm"),
     OpSpec("norm_backward"),
 )

@@ -53,6 +53,35 @@ SOFTMAX_BACKWARD = Declared(
     {"dtypes": {"y": _FLOATS, "grad": "y"}, "shapes": {"grad": "y"}, "strided": {"grad": "aligned rows", "y": "aligned rows"}, "split": "host"},
 )
 
+_LOSS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
+_LOSSES = {
+    "dtypes": {"target": "int64"},
+    "shapes": {"target": "logits[0]"},
+    "strided": {"logits": "rows"},
+    "outputs": (
+        Output("[]", "float32", when="reduction", otherwise="logits[0]"),
+        Output("logits[0] * 3 + 1", "float32", when="reduction", otherwise="logits[0] * 2"),
+    ),
+    "split": "host",
+}
+CROSS_ENTROPY = Declared(f"cross_entropy(Tensor logits, Tensor target, {_LOSS}) -> (Tensor, Tensor)", _LOSSES)
+CROSS_ENTROPY_INPLACE = Declared(
+    f"cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors, {_LOSS}) -> (Tensor, Tensor)",
+    _LOSSES | {"dtypes": {"target": "int64", "factors": "float32"}, "strided": {"logits": "any"}},
+)
+CROSS_ENTROPY_BACKWARD = Declared(
+    f"cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, {_LOSS}) -> Tensor",
+    {
+        "dtypes": {"grad": "float32", "logits": _FLOATS, "target": "int64", "stats": "float32"},
+        "shapes": {"target": "logits[0]"},
+        "strided": {"logits": "aligned rows"},
+        "outputs": (Output("logits", "logits"),),
+        "split": "host",
+    },
+)
+SCALE_ROWS = Declared("scale_rows_(Tensor(a!) values, Tensor factors) -> ()", {"dtypes": {"factors": "float32"}, "strided": {"values": "any"}, "split": "host"})
+LOSSES = (CROSS_ENTROPY, CROSS_ENTROPY_INPLACE, CROSS_ENTROPY_BACKWARD, SCALE_ROWS)
+
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
 _SCALED = (("grads", "grad_scale"),)
 """Gradients are divided by a scale where they lie, if there is one."""

@@ -36,7 +36,7 @@ _BINDINGS = frozenset(
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
 _ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
 _RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
-_DIMENSIONS = re.compile(r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?")
+_DIMENSIONS = re.compile(r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?(?:\s*\+\s*(\d+))?")
 LAYOUTS = ("any", "rows", "aligned", "aligned rows")
 """How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast to x."""
 MOST_ARRAYS = 6
@@ -116,7 +116,7 @@ def _unread(schema: str, found: str) -> FlexopsError:
 
 class Dimensions(NamedTuple):
     """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, how many tensors it holds (``many``), or a
-    number (no ``name``); ``times`` a number, and divided by one (``over``)."""
+    number (no ``name``); ``times`` a number, and divided by one (``over``), and one added (``plus``)."""
 
     name: str = ""
     first: int | None = None
@@ -126,6 +126,7 @@ class Dimensions(NamedTuple):
     many: bool = False
     times: int = 1
     over: int = 1
+    plus: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
         match = _DIMENSIONS.fullmatch(item)
         if match is None:
             raise ValueError(item)
-        name, begin, colon, end, number, counted, sign, factor = match.groups()
+        name, begin, colon, end, number, counted, sign, factor, added = match.groups()
         if counted:
             part = Dimensions(counted, many=True)
         elif number:
@@ -235,9 +236,10 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
             part = Dimensions(name, int(begin), single=True)
         else:
             part = Dimensions(name)
-        if (not begin and not colon and "[" in item) or (sign and colon):
+        if (not begin and not colon and "[" in item) or ((sign or added) and colon):
             raise ValueError(item)
         parts.append(part._replace(times=int(factor)) if sign == "*" else part._replace(over=int(factor)) if sign else part)
+        parts[-1] = parts[-1]._replace(plus=int(added or 0))
     return tuple(parts)
 
 
@@ -313,8 +315,8 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
             plain = part.first is None and scalars.get(part.name) == "int"
             if part.many and (found := schema.find(part.name)) and found.many:
                 continue
-            if (part.times, part.over) != (1, 1) and not part.single and not plain:
-                raise refuse("outputs or shapes", shape, "one dimension, or an int, where it is multiplied or divided")
+            if (part.times, part.over, part.plus) != (1, 1, 0) and not part.single and not plain:
+                raise refuse("outputs or shapes", shape, "one dimension, or an int, where it is multiplied, divided or added to")
             if part.name and not plain and part.name not in always:
                 raise refuse("outputs or shapes", part.name, f"an int, or a tensor that is always there: {', '.join(always)}")
     if signature.split not in SPLITS:
@@ -325,11 +327,11 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
 
 def _check_results(signature: Signature, refuse: Callable[[str, str, str], FlexopsError]) -> None:
     """Of results that are there only sometimes: what they depend on."""
-    conditions = [argument.name for argument in signature.schema.arguments if argument.optional or argument.type == "bool"]
+    conditions = [argument.name for argument in signature.schema.arguments if argument.optional or argument.type in ("bool", "int")]
     for number, output in enumerate(signature.outputs):
         for name in output.conditions:
             if name not in conditions:
-                raise refuse("outputs", f"when={output.when!r}", f"bool or optional arguments, joined by and: {', '.join(conditions) or 'there are none'}")
+                raise refuse("outputs", f"when={output.when!r}", f"bool, int or optional arguments, joined by and: {', '.join(conditions) or 'there are none'}")
         if output.otherwise and not output.when:
             raise refuse("outputs", f"otherwise={output.otherwise!r}", "when=, which says when the other shape counts")
         if output.when and not output.otherwise and number == 0 and signature.split in ("elements", "rows"):

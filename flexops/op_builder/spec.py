@@ -20,12 +20,12 @@ class Output(NamedTuple):
 
     Attributes:
         shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
-            tensors a list holds; one of them times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down); ``[]`` for none, of a tensor of
-            one number. "" for the first tensor's.
+            tensors a list holds; one of them times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down), one added, ``x[-1] + 1``; ``[]``
+            for none, of a tensor of one number. "" for the first tensor's.
         dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. Of an optional tensor that is not given,
             and of "", the first tensor's.
-        when: the result is there only if a bool argument is true or an optional one is given, or several, joined by ``and``. Else the operator returns a
-            tensor of no elements, and the launcher gets a view that is false.
+        when: the result is there only if a bool argument is true, an int is not 0, or an optional one is given, or several, with ``and``. Else the operator
+            returns a tensor of no elements, and the launcher gets a view that is false.
         otherwise: the shape that it has else, in the place of that.
     """
 

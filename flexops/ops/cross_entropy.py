@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming
+from ..op_builder import declared
 from ._difference import difference
 from ._register import caller, check_places, define, is_dense
 
@@ -242,10 +243,9 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.mul_(factor) if type(gradient) is Tensor and not is_transforming() else (gradient * factor).to(gradient.dtype)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
 define(
     "cross_entropy",
-    f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> (Tensor, Tensor)",
+    declared.CROSS_ENTROPY.schema,
     _cross_entropy_reference,
     _cross_entropy_fake,
     setup_context=_cross_entropy_setup,
@@ -253,20 +253,15 @@ define(
 )
 define(
     "cross_entropy",
-    f"cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors, {_OPTIONS}) -> (Tensor, Tensor)",
+    declared.CROSS_ENTROPY_INPLACE.schema,
     _cross_entropy_inplace_reference,
     _cross_entropy_fake,
     setup_context=_inplace_setup,
     backward=_inplace_backward,
     function="cross_entropy",
 )
-define(
-    "cross_entropy",
-    f"cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, {_OPTIONS}) -> Tensor",
-    _cross_entropy_backward_reference,
-    _cross_entropy_backward_fake,
-)
-define("cross_entropy", "scale_rows_(Tensor(a!) values, Tensor factors) -> ()", _scale_rows_reference, _scale_rows_fake)
+define("cross_entropy", declared.CROSS_ENTROPY_BACKWARD.schema, _cross_entropy_backward_reference, _cross_entropy_backward_fake)
+define("cross_entropy", declared.SCALE_ROWS.schema, _scale_rows_reference, _scale_rows_fake)
 _FORWARD, _INPLACE = caller(torch.ops.flexops.cross_entropy.default), caller(torch.ops.flexops.cross_entropy_.default)
 
 

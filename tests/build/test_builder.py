@@ -78,9 +78,9 @@ def mix(x, bias, more, scale, count, shift=None, *, twice=False, dtype=torch.int
     whole = whole * 2 if twice else whole
     return whole.sum(-1, keepdim=True).expand(*x.shape[:-1], count).clone(), torch.full((x.shape[0],), count, dtype=dtype)
 
-@lib.op("lies(Tensor x, Tensor? other, bool more, Tensor far) -> (Tensor seen, Tensor some)", family="wide", dtypes={"other": "bool"}, split="whole",
+@lib.op("lies(Tensor x, Tensor? other, int more, Tensor far) -> (Tensor seen, Tensor some)", family="wide", dtypes={"other": "bool"}, split="whole",
         strided={"x": "aligned rows", "other": "as x", "far": "any"},
-        outputs=(builder.Output("8", "int64"), builder.Output("x[0] * 2, x[-1] // 3", "other", when="other and more", otherwise="x[:1], 1")))
+        outputs=(builder.Output("8", "int64"), builder.Output("x[0] * 2 + 1, x[-1] // 3", "other", when="other and more", otherwise="x[:1], 1")))
 def lies(x, other, more, far):
     raise AssertionError("what the launcher sees, no reference can tell")
 
@@ -111,7 +111,7 @@ void mix_cpu(const TensorView& x, const TensorView& bias, const TensorViews& mor
     else sums.as<float>()[i] = static_cast<float>(count);
   }
 }
-void lies_cpu(const TensorView& x, const TensorView& other, bool, const TensorView& far, const TensorView& seen, const TensorView& some) {
+void lies_cpu(const TensorView& x, const TensorView& other, int64_t, const TensorView& far, const TensorView& seen, const TensorView& some) {
   const int64_t first = other ? other.stride(0) : -1, last = other ? other.stride(-1) : -1;
   const int64_t values[] = {x.row_stride(), x.rows(), other.dim, first, last, far.stride(-1), x.row_start(3), some.numel};
   for (int i = 0; i < 8; ++i) seen.as<int64_t>()[i] = values[i];
@@ -165,16 +165,16 @@ taken, yes = torch.randn(4, 5, 12), torch.ones(5, 1, dtype=torch.bool)
 for one_x, other, more, seen in (
     (taken, None, True, [12, 20, -1, -1, -1, 1, 36, 4]),
     (taken[..., 3:9], yes, False, [12, 20, 3, 0, 0, 1, 36, 4]),  # rows of longer ones, as they lie
-    (taken[:, 1], yes[0], True, [60, 4, 2, 0, 0, 1, 180, 32]),
-    (taken[::2, :, :6], torch.ones(5, 12, dtype=torch.bool)[:, ::2], True, [6, 10, 3, 0, 1, 1, 18, 8]),  # no one distance, and columns apart: copies
-    (taken.transpose(1, 2), torch.ones(4, 1, 5, dtype=torch.bool), True, [5, 48, 3, 5, 1, 1, 15, 8]),
+    (taken[:, 1], yes[0], True, [60, 4, 2, 0, 0, 1, 180, 36]),
+    (taken[::2, :, :6], torch.ones(5, 12, dtype=torch.bool)[:, ::2], True, [6, 10, 3, 0, 1, 1, 18, 10]),  # no one distance, and columns apart: copies
+    (taken.transpose(1, 2), torch.ones(4, 1, 5, dtype=torch.bool), True, [5, 48, 3, 5, 1, 1, 15, 9]),
     (taken[:1].expand(4, 5, 12), None, False, [12, 20, -1, -1, -1, 1, 36, 4]),
 ):
     far = one_x.t() if one_x.dim() == 2 else one_x
     found, some = torch.ops.wide.lies(one_x, other, more, far)
     assert found.tolist() == [*seen[:5], far.stride(-1), *seen[6:]], (found, seen)
     there = other is not None and more
-    assert some.shape == ((2 * one_x.shape[0], one_x.shape[-1] // 3) if there else (one_x.shape[0], 1))
+    assert some.shape == ((2 * one_x.shape[0] + 1, one_x.shape[-1] // 3) if there else (one_x.shape[0], 1))
     assert some.dtype == (torch.float32 if other is None else torch.bool)
     same = wide.lies(one_x.to("meta"), other if other is None else other.to("meta"), more, far.to("meta"))
     assert [(one.shape, one.dtype) for one in same] == [(one.shape, one.dtype) for one in (found, some)]

@@ -58,7 +58,7 @@ def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> N
 def test_shapes() -> None:
     assert dimensions("x[:-1], 4, n, x[0]") == (Dimensions("x", 0, -1), Dimensions(number=4), Dimensions("n"), Dimensions("x", 0, single=True))
     assert dimensions("x[1:]") == (Dimensions("x", 1),)
-    assert dimensions("x[-1] // 2, n*4") == (Dimensions("x", -1, single=True, over=2), Dimensions("n", times=4))
+    assert dimensions("x[-1] // 2 + 1, n*4, n + 3") == (Dimensions("x", -1, single=True, over=2, plus=1), Dimensions("n", times=4), Dimensions("n", plus=3))
     for wrong in ("x[", "x[]", "x[:-1] * 2", "x[0] / 2", "x[0] // 0"):
         with pytest.raises(ValueError):
             dimensions(wrong)
@@ -96,7 +96,11 @@ def test_what_may_not_be_there_is_no_measure_of_the_work_and_what_is_written_lie
     some = Output(when="mask")
     for schema_, said, constraint in (
         ("f(Tensor x, Tensor? mask) -> Tensor", "elements of out, which may not be there", {"outputs": (some,)}),
-        ("f(Tensor x, Tensor? mask) -> Tensor", "bool or optional arguments, joined by and: mask", {"outputs": (Output(when="mask or x"),), "split": "whole"}),
+        (
+            "f(Tensor x, Tensor? mask) -> Tensor",
+            "bool, int or optional arguments, joined by and: mask",
+            {"outputs": (Output(when="mask or x"),), "split": "whole"},
+        ),
         ("f(Tensor(a!) x) -> ()", "since it is a list or written", {"strided": {"x": "rows"}}),
         ("f(Tensor x, Tensor[] more) -> Tensor", "since it is a list or written", {"strided": {"more": "aligned"}}),
     ):
