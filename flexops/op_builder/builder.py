@@ -21,7 +21,7 @@ from .cache_key import Digests
 from .compiler import Progress
 from .device_code import KernelResult
 from .diagnose import Diagnosis, diagnose
-from .manifest import Manifest, file_crc32, needed_versions
+from .manifest import needed_versions
 from .plan import BuildPlan
 
 _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
@@ -66,7 +66,7 @@ def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress 
         earlier = {plan.name: _failure(plan, cache) for plan in missing}
         with contextlib.ExitStack() as locks:
             for plan in missing:  # in one order everywhere, so that two processes never wait for each other
-                locks.enter_context(cache.lock(f"{plan.name}-{cache_key.base_key(plan, cache_key.source_digests(plan))}"))
+                locks.enter_context(cache.lock(f"{plan.name}-{_digest(plan)}"))
             for plan in missing:
                 if entry := cache.lookup(plan):
                     results[plan.name] = Result(plan, entry, cached=True)
@@ -168,24 +168,9 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
     # A file edited while the compiler ran would file the old code under the new content's key. (A date in the future is a clock's fault, not an edit.)
     if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in seen):
         raise CompileError(f"the sources of {plan.name} changed while they were being compiled", fix="run it again")
-    base = cache_key.base_key(plan, sources)
-    library = directory / plan.library
-    glibc, glibcxx = needed_versions(library)
-    manifest = Manifest(
-        name=plan.name,
-        key=cache_key.full_key(base, headers),
-        base=base,
-        device=plan.device,
-        library=plan.library,
-        size=library.stat().st_size,
-        crc32=file_crc32(library),
-        torch_abi=plan.torch_abi,
-        cuda_version=plan.cuda_version,
-        architectures=plan.architectures,
-        isa_levels=plan.isa_levels,
-        glibc=glibc,
-        glibcxx=glibcxx,
-        files={**sources, **search.present(headers)},
+    glibc, glibcxx = needed_versions(directory / plan.library)
+    manifest = objects.manifest_of(plan, directory, sources, headers)._replace(
+        cuda_version=plan.cuda_version, architectures=plan.architectures, isa_levels=plan.isa_levels, glibc=glibc, glibcxx=glibcxx
     )
     for item in directory.iterdir():  # objects and dependency files have served their purpose
         if item.suffix in (".o", ".d"):

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _json, trust
 from ..errors import CacheError
@@ -94,20 +94,20 @@ class BuildCache:
         if self.problem():
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
-        headers = self._current_headers(plan, base)
-        return None if headers is None else self.read(plan.name, cache_key.full_key(base, headers))
+        try:
+            recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
+        except (OSError, ValueError):
+            return None
+        key = _key_today(plan, base, recorded)
+        return self.read(plan.name, key) if key else None
 
     def fetch(self, plan: BuildPlan) -> Entry | None:
         """The entry of this very plan from the remote cache, which is then here; None if there is none."""
         if self.remote is None or self.problem():
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
-        recorded = self.remote.headers(self, plan.name, base)
-        try:
-            headers = None if recorded is None else cache_key.header_states(recorded, places_today(plan, recorded))
-        except (OSError, ValueError):
-            return None
-        return None if headers is None else self.fetch_key(plan.name, cache_key.full_key(base, headers))
+        key = _key_today(plan, base, self.remote.headers(self, plan.name, base))
+        return self.fetch_key(plan.name, key) if key else None
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
         """The entry under a key from the remote cache, which is then here; None if there is none."""
@@ -155,16 +155,6 @@ class BuildCache:
         except OSError as error:
             return f"{self.root} cannot be looked at: {error.strerror}"
         return ""
-
-    def _current_headers(self, plan: BuildPlan, base: str) -> Digests | None:
-        """Digests, as they are now, of the headers that the last build under this base key reached, or looked for in vain; None if unknown or gone."""
-        try:
-            recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
-            if not isinstance(recorded, dict):
-                return None
-            return cache_key.header_states(recorded, places_today(plan, recorded))
-        except (OSError, ValueError):
-            return None
 
     # ---- adding -------------------------------------------------------------------------------------------------------------------------
 
@@ -247,12 +237,14 @@ class BuildCache:
         """
         try:
             manifest = manifest._replace(sha256=cache_key.file_digest(built / manifest.library))
-            _write_synced(built / FILE_NAME, manifest.to_json())
+            (built / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
             if self.signing_key:
                 from . import signing
 
                 signing.sign(built / FILE_NAME, self.signing_key)
-            _sync(built / manifest.library)
+            for name in (FILE_NAME, manifest.library):
+                with open(built / name, "rb") as stream:
+                    os.fsync(stream.fileno())
         except OSError as error:
             raise _not_stored(built, error) from error
         return self._place(built, manifest)
@@ -431,6 +423,14 @@ def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
     return paths
 
 
+def _key_today(plan: BuildPlan, base: str, recorded: Any) -> str:
+    """The key, with the headers as they are now that the last build under this base key reached, or looked for in vain; "" if they are unknown or gone."""
+    try:
+        return cache_key.full_key(base, cache_key.header_states(recorded, places_today(plan, recorded))) if isinstance(recorded, dict) else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def _is_filed_right(entry: Entry) -> bool:
     """Whether an entry is where its manifest says: another's whole entry in its place is not what was asked for."""
     return (entry.manifest.name, entry.manifest.key) == (entry.directory.parent.name, entry.directory.name)
@@ -460,15 +460,3 @@ def _copy_file(source: Path, target: Path, limit: int) -> None:
         for _ in range(0, status.st_size, _CHUNK):
             writer.write(reader.read(_CHUNK))
         os.fchmod(writer.fileno(), 0o755 if status.st_mode & stat.S_IXUSR else 0o644)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())

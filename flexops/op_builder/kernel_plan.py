@@ -122,7 +122,7 @@ class TextKernel(NamedTuple):
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
         reached, roots = self._reached(), self._roots()
-        files = {_name_under(path, roots): digest for path, digest in reached.items() if not os.path.isabs(_name_under(path, roots))}
+        files = {name_under(path, roots): digest for path, digest in reached.items() if not os.path.isabs(name_under(path, roots))}
         digest = self._digest(reached)
         name, key = artifact_name(self.family, architecture.code, digest), _key([("text", digest)], architecture, compiler, files)
         return KernelPlan(name, key, self.expression, self.text, architecture, compiler, roots, files, self.options)
@@ -160,10 +160,10 @@ def _reached(source: str, roots: Roots) -> tuple[str, ...]:
     path = place_of(source, roots)
     with open(path, encoding="utf-8") as stream:
         found = includes.own_headers(stream.read(), os.path.dirname(path), [str(root) for _, root in roots])
-    return tuple(_name_under(reached, roots) for reached in found)
+    return tuple(name_under(reached, roots) for reached in found)
 
 
-def _name_under(path: str, roots: Roots) -> str:
+def name_under(path: str, roots: Roots) -> str:
     """``<root>/folder/name`` of a path, by the innermost root; the path itself if it is under none."""
     name, root = max((one for one in roots if path.startswith(f"{one[1]}/")), key=lambda one: len(str(one[1])), default=("", ""))
     return f"{name}{path[len(str(root)) :]}"

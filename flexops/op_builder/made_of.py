@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cache_key, includes, layout
+from .kernel_plan import name_under
 from .manifest import is_plain
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def digest(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> str:
     files: dict[str, str] = {}
     for name, text in spec.texts:
         files[name] = hashlib.sha256(text.encode()).hexdigest()
-        files |= {_named(header, roots): cache_key.file_digest(header) for header in includes.own_headers(text, "", folders)}
+        files |= {name_under(header, roots): cache_key.file_digest(header) for header in includes.own_headers(text, "", folders)}
     for source in sources:
         path = os.path.join(roots[0][1], source)
         with open(path, encoding="utf-8") as stream:
             reached = includes.own_headers(stream.read(), os.path.dirname(path), folders)
-        files |= {_named(name, roots): cache_key.file_digest(name) for name in (path, *reached)}
+        files |= {name_under(name, roots): cache_key.file_digest(name) for name in (path, *reached)}
     system = f"{platform.machine()} {' '.join(platform.libc_ver())}"
     return cache_key.digest_fields([("library", f"{spec.name}-{device}"), ("torch", torch.abi_id), ("system", system), *sorted(files.items())])
 
@@ -55,7 +55,3 @@ def publish(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCac
     """Let others find an entry that is in the remote cache."""
     if cache.remote and not torch.hip:
         cache.remote.leave(cache, entry.manifest.name, digest(spec, device, torch), _KIND, {"key": entry.manifest.key}, replace="")
-
-
-def _named(path: str, roots: tuple[tuple[str, Path], ...]) -> str:
-    return next((f"{name}/{os.path.relpath(path, root)}" for name, root in roots if path.startswith(f"{root}/")), os.path.basename(path))

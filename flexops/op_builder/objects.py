@@ -53,19 +53,23 @@ def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, source
     folder = built.parent.parent / f".{built.parent.name}-{step.output}"
     folder.mkdir()
     os.link(built, folder / step.output)
-    base = cache_key.base_key(single, sources)
-    manifest = Manifest(
-        name=NAME,
+    cache.publish(folder, manifest_of(single, folder, sources, headers), headers)
+
+
+def manifest_of(plan: BuildPlan, directory: Path, sources: Digests, headers: Digests) -> Manifest:
+    """What every artifact of a plan's build in ``directory`` is filed under."""
+    base, library = cache_key.base_key(plan, sources), directory / plan.library
+    return Manifest(
+        name=plan.name,
         key=cache_key.full_key(base, headers),
         base=base,
-        device=single.device,
-        library=step.output,
-        size=built.stat().st_size,
-        crc32=file_crc32(built),
-        torch_abi=single.torch_abi,
+        device=plan.device,
+        library=plan.library,
+        size=library.stat().st_size,
+        crc32=file_crc32(library),
+        torch_abi=plan.torch_abi,
         files={**sources, **search.present(headers)},
     )
-    cache.publish(folder, manifest, headers)
 
 
 def _compiles(plan: BuildPlan) -> list[Step]:
