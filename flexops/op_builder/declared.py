@@ -9,19 +9,17 @@ from __future__ import annotations
 from .spec import Declared, Output, Rows
 
 _FLOATS = ("float32", "float16", "bfloat16")
-_BIASED = {"shapes": {"bias": "x[-1]"}, "dtypes": {"bias": _FLOATS}, "strided": {"x": "rows", "bias": "aligned"}, "split": "host", "plain": True}
+_BIASED = {"shapes": {"bias": "x[-1]"}, "dtypes": {"bias": _FLOATS}, "strided": {"x": "rows", "bias": "aligned"}, "plain": True}
 _BIASED_BACKWARD = {
     "dtypes": {"x": _FLOATS, "grad": "x", "bias": _FLOATS},
     "shapes": {"grad": "x", "bias": "x[-1]"},
     "strided": {"x": "rows", "grad": "rows", "bias": "aligned"},
     "outputs": (Output("x", "x"), Output("x[-1]", "bias", when="bias_gradient")),
-    "split": "host",
 }
 _GATED = {
     "shapes": {"up": "gate"},
     "strided": {"gate": "rows", "up": "rows"},
     "outputs": (Output("gate", when="up", otherwise="gate[:-1], gate[-1] // 2"),),
-    "split": "host",
     "plain": True,
 }
 _GATED_BACKWARD = {
@@ -29,7 +27,6 @@ _GATED_BACKWARD = {
     "shapes": {"up": "gate"},
     "strided": {"grad": "rows", "gate": "rows", "up": "rows"},
     "outputs": (Output("gate"), Output("gate", when="up")),
-    "split": "host",
 }
 BIAS_GELU = Declared("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", _BIASED)
 BIAS_SILU = Declared("bias_silu(Tensor x, Tensor? bias) -> Tensor", _BIASED)
@@ -45,12 +42,12 @@ GATED_BACKWARD = Declared(
 )
 ACTIVATIONS = (BIAS_GELU, BIAS_GELU_BACKWARD, BIAS_SILU, BIAS_SILU_BACKWARD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_BACKWARD, GATED_BACKWARD)
 
-_SOFTMAX = {"dtypes": {"mask": ("bool", *_FLOATS)}, "strided": {"x": "aligned rows", "mask": "as x"}, "split": "host", "plain": True}
+_SOFTMAX = {"dtypes": {"mask": ("bool", *_FLOATS)}, "strided": {"x": "aligned rows", "mask": "as x"}, "plain": True}
 SCALED_MASKED_SOFTMAX = Declared("scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor", _SOFTMAX)
-CAUSAL_SOFTMAX = Declared("causal_softmax(Tensor x, float scale) -> Tensor", {"strided": {"x": "aligned rows"}, "split": "host", "plain": True})
+CAUSAL_SOFTMAX = Declared("causal_softmax(Tensor x, float scale) -> Tensor", {"strided": {"x": "aligned rows"}, "plain": True})
 SOFTMAX_BACKWARD = Declared(
     "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
-    {"dtypes": {"y": _FLOATS, "grad": "y"}, "shapes": {"grad": "y"}, "strided": {"grad": "aligned rows", "y": "aligned rows"}, "split": "host"},
+    {"dtypes": {"y": _FLOATS, "grad": "y"}, "shapes": {"grad": "y"}, "strided": {"grad": "aligned rows", "y": "aligned rows"}},
 )
 
 _LOSS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
@@ -62,7 +59,6 @@ _LOSSES = {
         Output("[]", "float32", when="reduction", otherwise="logits[0]"),
         Output("logits[0] * 3 + 1", "float32", when="reduction", otherwise="logits[0] * 2"),
     ),
-    "split": "host",
 }
 CROSS_ENTROPY = Declared(f"cross_entropy(Tensor logits, Tensor target, {_LOSS}) -> (Tensor, Tensor)", _LOSSES)
 CROSS_ENTROPY_INPLACE = Declared(
@@ -76,10 +72,9 @@ CROSS_ENTROPY_BACKWARD = Declared(
         "shapes": {"target": "logits[0]"},
         "strided": {"logits": "aligned rows"},
         "outputs": (Output("logits", "logits"),),
-        "split": "host",
     },
 )
-SCALE_ROWS = Declared("scale_rows_(Tensor(a!) values, Tensor factors) -> ()", {"dtypes": {"factors": "float32"}, "strided": {"values": "any"}, "split": "host"})
+SCALE_ROWS = Declared("scale_rows_(Tensor(a!) values, Tensor factors) -> ()", {"dtypes": {"factors": "float32"}, "strided": {"values": "any"}})
 LOSSES = (CROSS_ENTROPY, CROSS_ENTROPY_INPLACE, CROSS_ENTROPY_BACKWARD, SCALE_ROWS)
 
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
@@ -89,12 +84,12 @@ _SCALED = (("grads", "grad_scale"),)
 LION = Declared(
     "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float beta1, float beta2, float weight_decay, bool maximize, "
     "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
-    {"rows": Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED), "numbers": _NUMBERS, "split": "host"},
+    {"rows": Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED), "numbers": _NUMBERS},
 )
 ADAGRAD = Declared(
     "adagrad_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[] state_steps, float lr, float lr_decay, float weight_decay, "
     "float eps, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    {"rows": Rows(("params", "grads", "sums"), "state_steps", (), _SCALED), "dtypes": {"sums": "float32"}, "numbers": _NUMBERS, "split": "host"},
+    {"rows": Rows(("params", "grads", "sums"), "state_steps", (), _SCALED), "dtypes": {"sums": "float32"}, "numbers": _NUMBERS},
 )
 _ADAM_LISTS = "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
 _ADAM_NUMBERS = (
@@ -105,7 +100,7 @@ _ADAM = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 ADAM, ADAM_COPY = (
     Declared(
         f"{name}({_ADAM_LISTS}, {more}*, {_ADAM_NUMBERS}) -> ()",
-        {"rows": Rows((*_ADAM, *copies), "state_steps", ("max_exp_avg_sqs",), _SCALED), "numbers": (*_NUMBERS, "grad_factor"), "split": "host"},
+        {"rows": Rows((*_ADAM, *copies), "state_steps", ("max_exp_avg_sqs",), _SCALED), "numbers": (*_NUMBERS, "grad_factor")},
     )
     for name, more, copies in (("adam_", "", ()), ("adam_copy_", "Tensor(g!)[] copies, ", ("copies",)))
 )
@@ -120,19 +115,16 @@ ADAM8BIT = Declared(
         ),
         "dtypes": {"exp_avgs": "int8", "exp_avg_sqs": "uint8", "exp_avg_scales": "float32", "exp_avg_sq_scales": "float32"},
         "numbers": _NUMBERS,
-        "split": "host",
     },
 )  # fmt: skip
-GRAD_NORM = Declared("grad_norm(Tensor[] grads, float norm_type) -> Tensor", {"rows": Rows(("grads",)), "outputs": (Output("[]", "float32"),), "split": "host"})
-CLIP_GRADS = Declared(
-    "clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()", {"rows": Rows(("grads",)), "numbers": ("total_norm",), "split": "host"}
-)
+GRAD_NORM = Declared("grad_norm(Tensor[] grads, float norm_type) -> Tensor", {"rows": Rows(("grads",)), "outputs": (Output("[]", "float32"),)})
+CLIP_GRADS = Declared("clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()", {"rows": Rows(("grads",)), "numbers": ("total_norm",)})
 _LAMB = ("params", "grads", "exp_avgs", "exp_avg_sqs")
 LAMB = Declared(
     "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, "
     "float beta2, float eps, float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, "
     "bool stochastic=False) -> ()",
-    {"rows": Rows(_LAMB, "state_steps", (), _SCALED), "numbers": _NUMBERS, "split": "host"},
+    {"rows": Rows(_LAMB, "state_steps", (), _SCALED), "numbers": _NUMBERS},
 )
 LAMB_MOMENTS = Declared(
     "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, "
@@ -141,7 +133,6 @@ LAMB_MOMENTS = Declared(
         "rows": Rows(_LAMB, "state_steps", (), _SCALED),
         "numbers": ("grad_scale", "found_inf"),
         "outputs": (Output("len(params), 2", "float32"),),
-        "split": "host",
     },
 )
 LAMB_APPLY = Declared(
@@ -152,6 +143,5 @@ LAMB_APPLY = Declared(
         "dtypes": {"norms": "float32"},
         "shapes": {"norms": "len(params), 2"},
         "numbers": ("lr_tensor", "found_inf"),
-        "split": "host",
     },
 )

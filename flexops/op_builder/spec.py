@@ -69,7 +69,8 @@ class Rows(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it."""
+    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it. It has a host function, unless that says
+    otherwise."""
 
     schema: str
     said: Mapping[str, Any]
@@ -155,7 +156,7 @@ class OpSpec(_Fields):
             return self.signatures
         from . import schema
 
-        return tuple(schema.declare(schema.without_defaults(one.schema), **one.said) for one in self.declared)
+        return tuple(schema.declare(schema.without_defaults(one.schema), **{"split": "host", **one.said}) for one in self.declared)
 
     @property
     def name(self) -> str:
