@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import operator
@@ -170,7 +171,7 @@ class _Code:
     ) -> None:  # fmt: skip
         self.source, self.signature, self.schema, self.bound, self.options, self.reference = source, signature, schema, bound, options, reference
         self.include, self.flags = include, flags
-        self._kernels: dict[tuple[Any, ...], int] = {}
+        self._kernels: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._plans: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._loaded: dict[tuple[str, Any], int] = {}
         self._allowed: dict[tuple[int, int], int] = {}
@@ -259,7 +260,7 @@ class _Code:
             self._plans[key] = (kernel, -(-n // threads), n, tuple(like.shape), like.stride())
         return result
 
-    def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> ctypes.c_void_p:
         """The kernel for a combination of dtypes that is new: everything that can be wrong with tensors is looked at here, and only here."""
         first = next(tensor.name for tensor in self.schema.tensors if not tensor.optional)
         for name, value in arguments.items():
@@ -279,8 +280,8 @@ class _Code:
                     loaded = self._loaded[expression, capability] = provider.load(self.text_kernel(expression), capability)
                 except CompileError as error:
                     raise _mended(error) from None
-            self._kernels[key] = loaded
-        return loaded
+            self._kernels[key] = found = ctypes.c_void_p(loaded)
+        return found
 
     def _fall_back(self, error: FlexopsError, args: tuple[Any, ...]) -> Any:
         policy = settings.current().fallback
@@ -298,7 +299,8 @@ class _Code:
         self.names["_launch"] = found = launch.driver_call()
         return found(*arguments)
 
-    def _allow(self, loaded: int, size: int, device: int) -> None:
+    def _allow(self, kernel: ctypes.c_void_p, size: int, device: int) -> None:
+        loaded = kernel.value or 0
         if self._allowed.get((loaded, device), 0) < size:
             try:
                 provider.driver().allow_shared(loaded, size, device)
@@ -329,10 +331,13 @@ class _Code:
                 kind = TypeError if isinstance(error, TypeError) or not isinstance(value, (int, float)) else ValueError
                 raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
 
-    def _failed(self, status: int, device: int, config: int, loaded: int, extra: int | None, grid: object, block: tuple[int, int, int], shared: int) -> None:
+    def _failed(
+        self, status: int, device: int, config: launch.Pointer, kernel: launch.Pointer, extra: launch.Pointer, grid: object, block: tuple[int, int, int],
+        shared: int,
+    ) -> None:  # fmt: skip
         if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
             provider.driver().enter_context(device)
-            status = self.names["_launch"](config, loaded, None, extra)
+            status = self.names["_launch"](config, kernel, None, extra)
         if status:
             said, mend = provider.driver().error_text(status), ""
             if math.prod(block) > _MOST_THREADS:

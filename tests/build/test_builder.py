@@ -789,7 +789,7 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_pa
     assert "there already" in again.stderr
 
 
-FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "i < count", "for (int64_t i", "x[i]")  # what the operator is, wherever it is said
+FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")  # what the operator is, wherever it is said
 
 
 def test_a_newcomer_writes_little_that_is_no_formula() -> None:

@@ -94,7 +94,7 @@ for which in range(8):
     kept = packed.Buffers(packed.layout("Qii"), (1, 1, 1))  # whose memory the driver reads
     buffers = kept.all
     struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
-    said[str(which)] = call(buffers[1], kernel, None, buffers[3])
+    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), None, buffers[3])
 said["x"] = x.tolist() if said["0"] == 0 else None
 """
 
@@ -116,6 +116,54 @@ def test_what_the_emulated_gpu_notices(machine: dict[str, str]) -> None:
         "byte 0 of shared memory was never written",
     ), strict=True):  # fmt: skip
         assert re.search(text, fault), fault
+
+
+# ---- a header of which other projects' kernels are made --------------------------------------------------------------------------------------------
+
+MAPPED = r"""
+import ctypes, struct
+from flexops.compute_capability import ComputeCapability
+from flexops.kernels import launch as packed
+from flexops.op_builder import kernel_plan, layout, provider
+import emulated_gpu
+SOURCE = '''
+#include "common/map_elements.cuh"
+using namespace flexops;
+__global__ void mapped(const A* a, const B* b, OUT* out, i64 count) {
+  map_elements(out, count, [](float a, float b) { return a + 2 * b; }, a, b);
+}
+'''
+provider.driver().enter_context(0)
+call, letters = packed.driver_call(), packed.layout("QQQq")
+generator = torch.Generator().manual_seed(0)
+names = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+runs = 0
+for types in ((torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch.bfloat16, torch.float16)):
+    text = SOURCE
+    for word, dtype in zip(("A*", "B*", "OUT*"), types):
+        text = text.replace(word, names[dtype] + "*")
+    kernel = provider.load(kernel_plan.TextKernel("mapped", text, "mapped", layout.csrc_root()), ComputeCapability(8, 0))
+    for count in (1, 7, 8, 64, 259, 512):
+        for shift in (0, 1, 4):
+            a, b = (torch.randn(count + shift, generator=generator).to(dtype)[shift:] for dtype in types[:2])
+            whole = torch.full((count + shift + 9,), 99.0, dtype=types[2])
+            out = whole[shift : shift + count]
+            kept = packed.Buffers(letters, (1, 1, 1))
+            struct.pack_into(letters, kept.all[0], 0, -(-count // 128) + 1, 1, 1, 32, 1, 1, 0, 0, 0, 0, a.data_ptr(), b.data_ptr(), out.data_ptr(), count)
+            status = call(kept.all[1], ctypes.c_void_p(kernel), None, kept.all[3])
+            right = torch.equal(out, (a.float() + 2 * b.float()).to(types[2])) and bool((whole[shift + count :] == 99).all() and (whole[:shift] == 99).all())
+            runs += 1
+            if status or not right:
+                said["wrong"] = f"{types} {count} elements from {shift}: status {status}"
+said["runs"] = runs
+"""
+
+
+def test_elements_of_any_number_at_any_address_are_mapped(machine: dict[str, str]) -> None:
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    answer = stand_in_driver.run(Path(machine["folder"]), MAPPED, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    assert answer.said == {"runs": 54}, answer.said
+    assert not [line for line in answer.log if line.startswith("fault")]
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------------------------------------

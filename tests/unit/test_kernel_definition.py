@@ -204,8 +204,8 @@ def test_a_call_with_tensors_of_a_known_shape_launches_what_the_first_did(option
     launched: list[tuple[Any, ...]] = []
     unpack = struct.Struct(launch.layout(code.bound.letters))
 
-    def record(config: int, kernel: int, parameters: None, extra: int) -> int:
-        assert (parameters, extra > 0) == (None, True)
+    def record(config: ctypes.c_void_p, kernel: int, parameters: None, extra: ctypes.c_void_p) -> int:
+        assert (parameters, bool(extra)) == (None, True)
         launched.append((kernel, *unpack.unpack(ctypes.string_at(config, unpack.size))))
         return 0
 
