@@ -74,6 +74,10 @@ def _needed(facts: Facts) -> bool:
     return _must_build(facts, "cpu") or (_gpu_here(facts) and _must_build(facts, "cuda"))
 
 
+def _host_compiler_here(facts: Facts) -> bool:
+    return not isinstance(facts.cpu_tools, Unknown) and facts.cpu_tools.host is not None
+
+
 def _jit(facts: Facts) -> bool:
     return known(facts.settings).settings.jit
 
@@ -82,9 +86,8 @@ def _jit(facts: Facts) -> bool:
 
 
 def _python(facts: Facts) -> Finding:
-    compiler = not isinstance(facts.cpu_tools, Unknown) and facts.cpu_tools.host is not None
     installer = "" if isinstance(facts.platform, Unknown) else facts.platform.installer
-    return machine.python(known(facts.python), compiler, installer)
+    return machine.python(known(facts.python), _host_compiler_here(facts), installer)
 
 
 def _gpu(facts: Facts) -> Finding:
@@ -115,7 +118,8 @@ def _architectures(facts: Facts) -> Finding:
     row = _row(facts)
     suggested = row.arch_list if row and row.accelerator == "cuda" else ""
     found, torch = known(facts.device_compiler), known(facts.torch)
-    return build.architectures(known(facts.settings).settings, found.value, known(facts.gpu).gpus, torch_cuda=bool(torch.cuda), suggested=suggested)
+    builds = bool(torch.cuda) and _host_compiler_here(facts)  # an image that is to run elsewhere has no compiler
+    return build.architectures(known(facts.settings).settings, found.value, known(facts.gpu).gpus, builds=builds, suggested=suggested)
 
 
 def _libraries(facts: Facts) -> Iterator[Finding]:

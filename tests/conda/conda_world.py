@@ -36,13 +36,13 @@ class World:
         path.write_text(f'python_min: ["{PYTHON}"]\n')
         return path
 
-    def flexops(self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    def flexops(self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT, limit: float = 900) -> subprocess.CompletedProcess[str]:
         """The command, as a user would run it."""
         environment = {name: value for name, value in os.environ.items() if name != "CONDA_OVERRIDE_CUDA"}
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit, check=False)
 
     def build(self, channel: Path, *arguments: str | Path, variant: str = "cpu") -> subprocess.CompletedProcess[str]:
         wanted = ("--variant", variant, "--channel", channel, "--from", self.upstream, "--variant-config", self.pins)

@@ -101,8 +101,8 @@ def _distribution() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def index_url(engine: Any, base: str) -> Iterator[str]:
-    """A package index on this machine with the wheels of the row `cpu`, for the base's Python."""
+def wheels(engine: Any, base: str) -> Path:
+    """A directory with the wheels of the row `cpu`, for the base's Python."""
     row = targets.load().cpu
     ask = "python3 -c 'import sys; print(\"{}.{}\".format(*sys.version_info[:2]))' || echo none"
     said = engine.containers.run(base, ["sh", "-c", ask], network_mode="none", remove=True).decode().strip()
@@ -110,7 +110,13 @@ def index_url(engine: Any, base: str) -> Iterator[str]:
     directory = _STATE / f"wheels-{python}"
     wanted = [REPOSITORY / "envs" / "requirements" / f"{row.toolkit_name}.in", REPOSITORY / "docker" / "pip.lock", REPOSITORY / "docker" / "sbom.lock"]
     wheel_index.fetch(wanted, python, directory, row.index)
-    with wheel_index.serve(directory) as url:
+    return directory
+
+
+@pytest.fixture(scope="session")
+def index_url(wheels: Path) -> Iterator[str]:
+    """A package index on this machine with those wheels."""
+    with wheel_index.serve(wheels) as url:
         yield url
 
 

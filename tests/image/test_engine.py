@@ -10,6 +10,7 @@ import fcntl
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -29,8 +30,10 @@ from conftest import BASE, REPOSITORY, Image
 from wheel_index import CREDENTIALS
 
 from flexops import targets
+from flexops.doctor.checks.build import TOLERANCE
 from flexops.errors import ImageError
 from flexops.images import building, naming
+from flexops.op_builder.catalog import CATALOG
 from flexops.targets.image_files import labels
 
 pytestmark = pytest.mark.image
@@ -222,6 +225,34 @@ def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles
     assert code == 0, out + err
     assert "[0.5, 0.5, 0.5]" in out
     assert "device='cpu', backend='aot'" in out
+
+
+# ---- the wheel, and nothing else ---------------------------------------------------------------------------------------------------------------------------
+
+ALONE = """
+command -v python3 >/dev/null || exit 7
+for tool in cc c++ gcc g++ clang nvcc hipcc zig ninja; do ! command -v $tool || exit 9; done
+python3 -m venv /tmp/bare && cd /tmp && export PATH=/tmp/bare/bin:/usr/bin:/bin
+pip install --quiet --no-index --find-links /wheels /wheel/*.whl numpy >&2 || exit 8
+python -I /check_ops.py >&2 && flexops doctor --json
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_computes_with_every_operator(engine: Any, base: str, wheels: Path, tmp_path: Path, require: Callable[..., None]) -> None:
+    """Python, torch and the wheel, no network and nothing to compile with: each library is in use, each operator what its reference is."""
+    script = ["bash", str(REPOSITORY / "scripts/build_wheel.sh"), "--arch", platform.machine(), "--out", str(tmp_path)]
+    subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, check=True, stdout=subprocess.DEVNULL)
+    mounted = [f"{tmp_path}:/wheel:ro", f"{wheels}:/wheels:ro", f"{REPOSITORY / 'recipe/check_ops.py'}:/check_ops.py:ro"]
+    code, out, err = run(engine, base, "sh", "-c", ALONE, network_mode="none", volumes=mounted)
+    require(code != 7, "a base image with Python", "sudo apt-get install mmdebstrap, and run these tests as root")
+    assert code == 0, out + err
+    told = json.loads(out)
+    assert told["status"] == "ok", out
+    trials = {one["name"]: one for one in told["ops"]}
+    assert trials.keys() == {spec.name for spec in CATALOG}
+    assert {one["backend"] for one in trials.values()} == {"aot"}
+    assert all(one["max_error"] <= TOLERANCE for one in trials.values()), trials
 
 
 # ---- rebuilding ------------------------------------------------------------------------------------------------------------------------------------------

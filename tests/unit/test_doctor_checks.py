@@ -13,6 +13,7 @@ from flexops.doctor.checks import build, machine, target, tools
 from flexops.doctor.facts import (
     BuildTrial,
     CacheFact,
+    Facts,
     Gpu,
     GpuFact,
     LauncherFact,
@@ -25,6 +26,7 @@ from flexops.doctor.facts import (
     SettingsFact,
     TargetFact,
     TorchFact,
+    Unknown,
 )
 from flexops.doctor.finding import Finding
 from flexops.settings import Settings
@@ -369,7 +371,7 @@ def test_stale_locks(locks: tuple[LockFile, ...], status: str, word: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "compiler", "gpus", "torch_cuda", "status", "words"),
+    ("asked", "compiler", "gpus", "builds", "status", "words"),
     [
         (None, NVRTC, (H200,), True, "ok", ("9.0", "GPU's own")),
         (None, NVRTC, (), True, "warn", ("not set", "IndexError", "export TORCH_CUDA_ARCH_LIST")),  # a builder without a GPU
@@ -389,14 +391,26 @@ def test_stale_locks(locks: tuple[LockFile, ...], status: str, word: str) -> Non
     ],
 )
 def test_architectures(
-    asked: str | None, compiler: DeviceCompiler | None, gpus: tuple[Gpu, ...], torch_cuda: bool, status: str, words: tuple[str, ...]
+    asked: str | None, compiler: DeviceCompiler | None, gpus: tuple[Gpu, ...], builds: bool, status: str, words: tuple[str, ...]
 ) -> None:
     chosen = settings(TORCH_CUDA_ARCH_LIST=asked or "")
-    is_(build.architectures(chosen, compiler, gpus, torch_cuda=torch_cuda), status, *words)
+    is_(build.architectures(chosen, compiler, gpus, builds=builds), status, *words)
+
+
+@pytest.mark.parametrize(("tools", "status"), [(WHOLE, "warn"), (BARE, "ok")])
+def test_where_nothing_can_be_built_no_architectures_are_asked_for(tools: Toolchain, status: str) -> None:
+    """BARE: an image without a compiler, on a machine without a GPU."""
+    from flexops.doctor.judgement import judge
+
+    unknown = Unknown("not looked at")
+    facts = Facts(*[unknown] * 15)  # type: ignore[arg-type]
+    facts = replace(facts, settings=SettingsFact(settings()), gpu=NO_GPU, torch=CUDA_TORCH, cpu_tools=tools, device_compiler=Choice(Found(NVRTC, "torch")))
+    (found,) = [finding for section in judge(facts) for finding in section.findings if finding.id == "architectures"]
+    is_(found, status, "not set")
 
 
 def test_architectures_suggests_those_of_the_target() -> None:
-    is_(build.architectures(settings(), NVRTC, (), torch_cuda=True, suggested="8.9"), "warn", 'TORCH_CUDA_ARCH_LIST="8.9"')
+    is_(build.architectures(settings(), NVRTC, (), builds=True, suggested="8.9"), "warn", 'TORCH_CUDA_ARCH_LIST="8.9"')
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def libraries(facts: Sequence[LibraryFact], ops: Sequence[str], *, jit: bool) ->
         yield ok("libraries", f"{', '.join(names)} ({' and '.join(origin)})" if names else f"none yet; {', '.join(ops)} are compiled at first use")
 
 
-def architectures(chosen: Settings, compiler: DeviceCompiler | None, gpus: Sequence[Gpu], *, torch_cuda: bool, suggested: str = "") -> Finding:
+def architectures(chosen: Settings, compiler: DeviceCompiler | None, gpus: Sequence[Gpu], *, builds: bool, suggested: str = "") -> Finding:
     """What ``TORCH_CUDA_ARCH_LIST`` says, against the GPU and what the device compiler can emit.
 
     Args:
-        torch_cuda: torch is built for CUDA.
+        builds: sources for GPUs may be built here, flexops' or anybody's: torch is built for CUDA, and there is a C++ compiler.
         suggested: the architectures to propose where no GPU tells them.
     """
     from ...compute_capability import ComputeCapability, runs_on
@@ -93,7 +93,7 @@ def architectures(chosen: Settings, compiler: DeviceCompiler | None, gpus: Seque
     compiled = ";".join(map(str, choice.architectures))
     exact = f'export TORCH_CUDA_ARCH_LIST="{";".join(sorted({str(one) for one in here})) or suggested or "9.0"}"'
     if asked is None and not here:
-        if not torch_cuda:
+        if not builds:
             return ok("architectures", f"not set and no GPU here; a build for GPUs would be for {compiled}")
         found = f"TORCH_CUDA_ARCH_LIST is not set and no GPU is here: builds are for {compiled}"
         required = "the GPUs that this will run on: fewer compile faster, and torch's own cpp_extension stops with an IndexError here"
