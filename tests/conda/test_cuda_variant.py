@@ -43,7 +43,7 @@ def cuda(world: World, cpu: CpuBuild, require: Callable[..., None]) -> Place:
     child("index", {"channel": str(extra.root)})
     place = Place(world.root / "cuda")
     wanted = ("--variant", variant.id, "--channel", place.channel, "--from", extra.url, "--from", world.upstream, "--variant-config", world.pins)
-    done = world.flexops("channel", "build", *wanted, "--no-test", limit=3600)  # the tests open the libraries, for which this torch is not; a thousand kernels are compiled
+    done = world.flexops("channel", "build", *wanted, "--no-test", limit=3600)  # a thousand kernels; the tests open libraries, for which this torch is not
     assert done.returncode == 0, done.stdout + done.stderr
     assert cpu
     return place
