@@ -43,11 +43,11 @@ struct GatedActivation {
 };
 
 /// Queued on `stream`; the pointers are the device's. The backward pass if `grad` is not null. They return nullptr, or CUDA's error text.
-const char* biased_activation_cuda(const BiasedActivation& call, void* stream);
-const char* gated_activation_cuda(const GatedActivation& call, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* biased_activation_cuda(const BiasedActivation& call, void* stream))
+FLEXOPS_CUDA_DECLARE(const char* gated_activation_cuda(const GatedActivation& call, void* stream))
 
 /// The rows of `sums` that the backward pass wants. A call to get `slices` from before there is memory.
-int64_t bias_slices_cuda(const BiasedActivation& call);
+FLEXOPS_CUDA_DECLARE(int64_t bias_slices_cuda(const BiasedActivation& call))
 
 /// The CPU's work is cut into tiles of so many columns, of a row or of a slice of rows; they are numbered row by row.
 constexpr int64_t kActivationColumns = 1024;

@@ -9,12 +9,10 @@ namespace flexops {
 
 inline Activation gelu_of(bool tanh) { return tanh ? Activation::gelu_tanh : Activation::gelu_erf; }
 
-#if FLEXOPS_DEVICE_CPU
 inline int64_t activation_grain(int64_t elements) {
   constexpr int64_t kGrain = 16384;  // elements that are worth a thread
   return elements < kGrain ? kGrain / (elements > 0 ? elements : 1) : 1;
 }
-#endif
 
 // ---- act(x + bias) --------------------------------------------------------------------------------------------------
 
@@ -32,12 +30,9 @@ inline BiasedActivation make_biased(Host& host, Activation activation, const Ten
 
 inline void biased(Host& host, Activation activation, const TensorView& x, const TensorView& bias, const TensorView& out) {
   const BiasedActivation c = make_biased(host, activation, x, bias, out);
-#if FLEXOPS_DEVICE_CUDA
-  host.check(biased_activation_cuda(c, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
   parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end); });
-#endif
 }
 
 /// `bias_grad` is false if nobody wants it.
@@ -46,22 +41,14 @@ inline void biased_backward(Host& host, Activation activation, const TensorView&
   FLEXOPS_CHECK(bias || !bias_grad, host.op, ": bias_gradient must be false without a bias");
   BiasedActivation c = make_biased(host, activation, x, bias, out);
   c.grad = grad.data, c.grad_stride = grad.row_stride();
-#if FLEXOPS_DEVICE_CPU
   c.slice_rows = bias_grad ? least(64, (c.rows + 63) / 64 * 8) : 1;  // enough slices for many threads, few enough to add up
   const int64_t slices = c.rows ? (c.rows + c.slice_rows - 1) / c.slice_rows : 0;
-#endif
   if (bias_grad) {
     c.bias_grad = bias_grad.data;
-#if FLEXOPS_DEVICE_CUDA
-    c.slices = bias_slices_cuda(c);
-#else
-    c.slices = slices;
-#endif
+    c.slices = FLEXOPS_DEVICE_CUDA ? bias_slices_cuda(c) : slices;
     if (c.slices != 1) c.sums = host.workspace<float>(c.slices * c.columns);
   }
-#if FLEXOPS_DEVICE_CUDA
-  host.check(biased_activation_cuda(c, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
   const int64_t tiles = activation_tiles(c.columns);
   parallel_for(0, slices * tiles, activation_grain(least(c.columns, kActivationColumns) * c.slice_rows),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_backward_cpu)(c, begin, end); });
@@ -69,7 +56,6 @@ inline void biased_backward(Host& host, Activation activation, const TensorView&
     parallel_for(0, tiles, activation_grain(least(c.columns, kActivationColumns) * c.slices),
                  [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(bias_gradient_cpu)(c, begin, end); });
   }
-#endif
 }
 
 // ---- act(gate) * up -------------------------------------------------------------------------------------------------
@@ -99,12 +85,9 @@ inline GatedActivation make_gated(Host& host, Activation activation, const Tenso
 inline void gated(Host& host, Activation activation, const TensorView& gate, const TensorView& up, bool interleaved,
                   const TensorView& out) {
   const GatedActivation c = make_gated(host, activation, gate, up, interleaved, out);
-#if FLEXOPS_DEVICE_CUDA
-  host.check(gated_activation_cuda(c, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
   parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_cpu)(c, begin, end); });
-#endif
 }
 
 /// The gradients of gate and up, and `again` what the forward pass gave, if that is wanted. `gate_grad` may be `grad`.
@@ -116,12 +99,9 @@ inline void gated_backward(Host& host, Activation activation, const TensorView& 
   c.grad = grad.data, c.grad_stride = grad.row_stride();
   c.gate_grad = gate_grad.data, c.out_stride = gate.columns();
   c.up_grad = up ? up_grad.data : interleaved ? nullptr : second_half(gate_grad);
-#if FLEXOPS_DEVICE_CUDA
-  host.check(gated_activation_cuda(c, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
   parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end); });
-#endif
 }
 
 // ---- the operators --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ struct AdagradOptions : StepOptions {
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct AdagradStep {

@@ -18,7 +18,7 @@ struct AdamOptions : StepOptions {
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct AdamStep {

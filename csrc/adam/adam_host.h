@@ -18,11 +18,8 @@ inline void adam__host(Host& host, TensorRow* rows, int64_t count, double lr, do
   }
   const AdamOptions options = {
       {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, beta1, beta2, eps, decoupled, stochastic, grad_factor};
-#if FLEXOPS_DEVICE_CUDA
-  host.check(adam_cuda(rows, count, options, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(adam_cuda(rows, count, options, host.stream()));
   step_rows(rows, count, options, make_adam_step, FLEXOPS_ISA_CALL(adam_cpu));
-#endif
 }
 
 inline void adam_copy__host(Host& host, TensorRow* rows, int64_t count, double lr, double beta1, double beta2, double eps,

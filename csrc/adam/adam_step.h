@@ -8,7 +8,6 @@
 #include "adam/adam.h"
 #include "common/stochastic.h"
 
-#if FLEXOPS_DEVICE_CPU
 namespace flexops {
 
 inline AdamStep make_adam_step(const AdamOptions& o, const float* count) {
@@ -31,4 +30,3 @@ inline AdamStep make_adam_step(const AdamOptions& o, const float* count) {
 }
 
 }  // namespace flexops
-#endif

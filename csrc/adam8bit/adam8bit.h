@@ -14,7 +14,7 @@ enum Adam8bitArray { kAdam8bitParam, kAdam8bitGrad, kAdam8bitExpAvg, kAdam8bitEx
 constexpr int64_t kAdam8bitBlock = 256;  // elements that share a scale
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* adam8bit_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* adam8bit_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct Adam8bitStep : AdamStep {

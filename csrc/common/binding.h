@@ -1,8 +1,8 @@
 // What a binding sees of torch, the same for the stable ABI (torch >= 2.11, FLEXOPS_STABLE_ABI=1) and for torch/library.h (any older
 // torch).
 //
-// A binding checks arguments, calls a launcher and registers itself; it is compiled once per device type, with FLEXOPS_DEVICE_CPU or
-// FLEXOPS_DEVICE_CUDA defined to 1:
+// A binding checks arguments, calls a launcher and registers itself. One that is written by hand is compiled once per device type, with
+// FLEXOPS_DEVICE_CPU or FLEXOPS_DEVICE_CUDA defined to 1; those of flexops' own that are written from schemas once (common/device_type.h):
 //
 //   #include "common/binding.h"
 //   #include "scale/scale.h"
@@ -12,7 +12,7 @@
 //     x = contiguous(x);                                                        // and std::optional of those
 //     Tensor out = empty_like_contiguous(x, x.dtype());
 //   #if FLEXOPS_DEVICE_CUDA
-//     DeviceGuard guard(x);
+//     DeviceGuard guard(x);                                                     // does nothing on a CPU
 //     check_launch("flexops::scale", scale_cuda(x.data<float>(), out.data<float>(), x.numel(), factor, current_stream(x)));
 //   #else
 //     parallel_for(0, x.numel(), 4096, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(scale_cpu)(...., begin, end); });   //
@@ -37,14 +37,11 @@
 #include <utility>
 #include <vector>
 
-#if !defined(FLEXOPS_DEVICE_CPU)
-#define FLEXOPS_DEVICE_CPU 0
-#endif
-#if !defined(FLEXOPS_DEVICE_CUDA)
-#define FLEXOPS_DEVICE_CUDA 0
-#endif
+#include "common/device_type.h"
+#if !defined(FLEXOPS_DEVICE_ANY)
 #if FLEXOPS_DEVICE_CPU + FLEXOPS_DEVICE_CUDA != 1
 #error "define exactly one of FLEXOPS_DEVICE_CPU and FLEXOPS_DEVICE_CUDA to 1"
+#endif
 #endif
 
 // Whose operators they are: the namespace in torch.
@@ -130,6 +127,9 @@ class Error : public std::exception {
 namespace detail {
 // One function for all messages: a template per message would double the time that a binding takes to compile.
 [[noreturn, gnu::noinline, gnu::cold]] inline void fail(std::initializer_list<Part> parts) { throw Error(parts); }
+[[noreturn, gnu::noinline, gnu::cold]] inline void not_in_this_library(const bool& without) {
+  fail({"flexops: a launcher of another device type was called", without ? "." : ""});
+}
 }  // namespace detail
 
 }  // namespace flexops
@@ -141,16 +141,8 @@ namespace detail {
     if (__builtin_expect(!(condition), 0)) ::flexops::detail::fail({__VA_ARGS__}); \
   } while (0)
 
-#if FLEXOPS_DEVICE_CUDA
-#define FLEXOPS_DISPATCH_KEY "CUDA"
-#else
-#define FLEXOPS_DISPATCH_KEY "CPU"
-#endif
-
-#if FLEXOPS_DEVICE_CPU
-#include "common/huge_pages.h"
-#endif
 #include "common/current_gpu.h"
+#include "common/huge_pages.h"
 #if defined(FLEXOPS_STABLE_ABI) && FLEXOPS_STABLE_ABI
 #include "common/binding_stable.h"
 #else
@@ -241,7 +233,7 @@ inline int64_t take_rows(Tensor& tensor) {
 }
 inline Text shape_text(const Tensor& tensor) { return sizes_text(tensor.sizes(), tensor.dim()); }
 
-/// Whether the tensor is on the device type that this binding is compiled for.
+/// Whether the tensor is on the device type that this library is for.
 inline bool on_this_device_type(const Tensor& tensor) { return FLEXOPS_DEVICE_CUDA ? tensor.is_cuda() : tensor.is_cpu(); }
 
 /// Throws if `tensor` is not on the very device of `other`, which is of that type.
@@ -265,6 +257,4 @@ inline void check_launch(const char* op, const char* error) { FLEXOPS_CHECK(erro
 
 // FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "op", function); } adds this device type's kernels to ops that Python has defined.
 
-#if FLEXOPS_DEVICE_CUDA
 #include "common/stream.h"
-#endif

@@ -89,9 +89,7 @@ inline at::ScalarType scalar_type(Dtype dtype) {
 namespace detail {
 inline Tensor made(at::Tensor tensor) {
   Tensor result(std::move(tensor));
-#if FLEXOPS_DEVICE_CPU
-  prefer_huge_pages(result.data(), static_cast<int64_t>(result.torch().nbytes()));
-#endif
+  if (!FLEXOPS_DEVICE_CUDA) prefer_huge_pages(result.data(), static_cast<int64_t>(result.torch().nbytes()));
   return result;
 }
 }  // namespace detail
@@ -136,13 +134,17 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
       &context, static_cast<unsigned>(threads), 0);
 }
 
-/// Makes the tensor's GPU the current device for the guard's lifetime.
+/// Makes the tensor's GPU the current device for the guard's lifetime. On a CPU it does nothing.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.torch().device()) { detail::guarded_gpu = tensor.device_index(); }
+  explicit DeviceGuard(const Tensor& tensor) {
+    if (!FLEXOPS_DEVICE_CUDA) return;
+    guard_.reset_device(tensor.torch().device());
+    detail::guarded_gpu = tensor.device_index();
+  }
 
  private:
-  c10::DeviceGuard guard_;
+  c10::OptionalDeviceGuard guard_;
 };
 
 namespace detail {
@@ -199,10 +201,12 @@ struct Boxed<function> {
 }  // namespace detail
 }  // namespace flexops
 
-#if FLEXOPS_DEVICE_CUDA
-#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(FLEXOPS_NAMESPACE, CUDA, m)
-#else
-#define FLEXOPS_REGISTER(m) TORCH_LIBRARY_IMPL(FLEXOPS_NAMESPACE, CPU, m)
-#endif
+// TORCH_LIBRARY_IMPL, whose dispatch key is known only when the program runs.
+#define FLEXOPS_REGISTER(m)                                                                                                          \
+  static void flexops_register(torch::Library& m);                                                                                   \
+  static const torch::detail::TorchLibraryInit flexops_library(torch::Library::IMPL, flexops_register, FLEXOPS_NAMESPACE_TEXT,       \
+                                                               FLEXOPS_DEVICE_CUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU, \
+                                                               __FILE__, __LINE__);                                                  \
+  static void flexops_register(torch::Library& m)
 #define FLEXOPS_IMPL(m, name, function) \
   m.impl(name, torch::CppFunction::makeFromBoxedFunction<&::flexops::detail::Boxed<&function>::call>())

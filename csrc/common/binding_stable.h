@@ -124,9 +124,7 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
   FLEXOPS_TORCH(aoti_torch_empty_strided(dim, sizes, strides, detail::DtypeTable::get().codes[static_cast<int>(dtype)], type,
                                          like.device_index(), &out));
   Tensor result(out);
-#if FLEXOPS_DEVICE_CPU
-  detail::prefer_huge_pages(result.data(), result.numel() * dtype_size(dtype));
-#endif
+  if (!FLEXOPS_DEVICE_CUDA) detail::prefer_huge_pages(result.data(), result.numel() * dtype_size(dtype));
   return result;
 }
 
@@ -165,18 +163,25 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
       const_cast<void*>(static_cast<const void*>(&body))));
 }
 
-/// Makes the tensor's GPU the current device for the guard's lifetime.
+/// Makes the tensor's GPU the current device for the guard's lifetime. On a CPU it does nothing.
 class DeviceGuard {
  public:
-  [[gnu::noinline]] explicit DeviceGuard(const Tensor& tensor) {
-    FLEXOPS_TORCH(aoti_torch_create_device_guard(tensor.device_index(), &guard_));
-    detail::guarded_gpu = tensor.device_index();
+  explicit DeviceGuard(const Tensor& tensor) {
+    if (FLEXOPS_DEVICE_CUDA) begin(tensor);
   }
-  [[gnu::noinline]] ~DeviceGuard() { aoti_torch_delete_device_guard(guard_); }
+  ~DeviceGuard() {
+    if (FLEXOPS_DEVICE_CUDA) end();
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
+  [[gnu::noinline]] void begin(const Tensor& tensor) {
+    FLEXOPS_TORCH(aoti_torch_create_device_guard(tensor.device_index(), &guard_));
+    detail::guarded_gpu = tensor.device_index();
+  }
+  [[gnu::noinline]] void end() { aoti_torch_delete_device_guard(guard_); }
+
   DeviceGuardHandle guard_ = nullptr;
 };
 
@@ -277,8 +282,8 @@ class Library {
 }  // namespace detail
 }  // namespace flexops
 
-#define FLEXOPS_REGISTER(m)                                                                                            \
-  static void flexops_register(::flexops::detail::Library& m);                                                         \
-  static const ::flexops::detail::Library flexops_library(FLEXOPS_DISPATCH_KEY, __FILE__, __LINE__, flexops_register); \
+#define FLEXOPS_REGISTER(m)                                                                                                            \
+  static void flexops_register(::flexops::detail::Library& m);                                                                         \
+  static const ::flexops::detail::Library flexops_library(FLEXOPS_DEVICE_CUDA ? "CUDA" : "CPU", __FILE__, __LINE__, flexops_register); \
   static void flexops_register(::flexops::detail::Library& m)
 #define FLEXOPS_IMPL(m, name, function) m.impl(name, &::flexops::detail::Boxed<&function>::call)

@@ -17,21 +17,23 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/device_type.h"
+
 namespace flexops {
 
 enum class Isa { baseline, avx2, avx512 };
 
 #if defined(__x86_64__)
 #define FLEXOPS_HAS_ISA_LEVELS 1
-#define FLEXOPS_ISA_DECLARE(...) \
-  namespace baseline {           \
-  __VA_ARGS__;                   \
-  }                              \
-  namespace avx2 {               \
-  __VA_ARGS__;                   \
-  }                              \
-  namespace avx512 {             \
-  __VA_ARGS__;                   \
+#define FLEXOPS_ISA_DECLARE(...)   \
+  namespace baseline {             \
+  FLEXOPS_CPU_DECLARE(__VA_ARGS__) \
+  }                                \
+  namespace avx2 {                 \
+  FLEXOPS_CPU_DECLARE(__VA_ARGS__) \
+  }                                \
+  namespace avx512 {               \
+  FLEXOPS_CPU_DECLARE(__VA_ARGS__) \
   }
 #define FLEXOPS_ISA_CALL(function)                                   \
   (::flexops::cpu_isa() == ::flexops::Isa::avx512 ? avx512::function \
@@ -39,9 +41,9 @@ enum class Isa { baseline, avx2, avx512 };
                                                   : baseline::function)
 #else  // elsewhere there is one level, the compiler's default
 #define FLEXOPS_HAS_ISA_LEVELS 0
-#define FLEXOPS_ISA_DECLARE(...) \
-  namespace baseline {           \
-  __VA_ARGS__;                   \
+#define FLEXOPS_ISA_DECLARE(...)   \
+  namespace baseline {             \
+  FLEXOPS_CPU_DECLARE(__VA_ARGS__) \
   }
 #define FLEXOPS_ISA_CALL(function) (baseline::function)
 #endif

@@ -1,12 +1,10 @@
 // What a family's <family>_host.h sees: functions that a written binding calls instead of a launcher, with views of tensors that it has
-// checked and allocated (docs/builder.md). They are compiled once for each device type, and call the launchers:
+// checked and allocated (docs/builder.md). They call the launchers, which are declared by FLEXOPS_CUDA_DECLARE and
+// FLEXOPS_ISA_DECLARE:
 //
 //   inline void scale_host(Host& host, const TensorView& x, double factor, const TensorView& out) {
-//   #if FLEXOPS_DEVICE_CUDA
-//     host.check(my_launcher(x.data, host.workspace<float>(x.rows()), out.data, host.stream()));
-//   #else
+//     if (FLEXOPS_DEVICE_CUDA) return host.check(my_launcher(x.data, host.workspace<float>(x.rows()), out.data, host.stream()));
 //     parallel_for(0, x.rows(), 64, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(my_kernel)(x, out, begin, end); });
-//   #endif
 //   }
 #pragma once
 
@@ -36,11 +34,10 @@ class Host {
     return kept_.back().template data<T>();
   }
 
-#if FLEXOPS_DEVICE_CUDA
+  /// torch's current one on the tensors' GPU.
   void* stream() const { return current_stream(where_); }
-  /// Throws if a launcher returned an error text.
+  /// Throws if a launcher for CUDA returned an error text.
   void check(const char* error) const { check_launch(op, error); }
-#endif
 
  private:
   const Tensor& where_;

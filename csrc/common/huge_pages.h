@@ -1,4 +1,4 @@
-// Fresh memory in large pages. Included by binding.h's two halves for CPU libraries.
+// Fresh memory in large pages. Included by binding.h for its two halves.
 #pragma once
 
 #if defined(__linux__)

@@ -206,8 +206,6 @@ class TensorTable {
   std::vector<Tensor> kept_;
 };
 
-#if FLEXOPS_DEVICE_CPU
-
 /// Calls body(i, begin, end) on pieces of every row i: all rows as one range of elements, shared out evenly among threads. Cuts fall on
 /// multiples of `unit` elements of a row.
 template <typename F>
@@ -227,7 +225,5 @@ void for_each_piece(const TensorRow* rows, size_t count, int64_t unit, const F& 
     }
   });
 }
-
-#endif
 
 }  // namespace flexops

@@ -5,7 +5,6 @@
 
 #include "common/multi_tensor_binding.h"
 
-#if FLEXOPS_DEVICE_CPU
 namespace flexops {
 
 /// One step of every row: the rows' step counts go up, `make_step` gives from the options and the count what all elements of a row share,
@@ -48,4 +47,3 @@ std::vector<Piece<T>> reduce_pieces(const TensorRow* rows, int64_t count, const 
 }
 
 }  // namespace flexops
-#endif

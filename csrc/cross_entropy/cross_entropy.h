@@ -43,14 +43,15 @@ struct GradientFactors {
 /// Queued on `stream`; the pointers are the device's. Return nullptr, or CUDA's error text.
 ///
 /// `write_gradient`: the gradient of the (reduced) loss, times its factor, is written over the logits. `loss`: the losses' sum or mean.
-const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction, bool write_gradient,
-                               const GradientFactors& factors, const LossStats& stats, float* loss, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction,
+                                                    bool write_gradient, const GradientFactors& factors, const LossStats& stats,
+                                                    float* loss, void* stream))
 /// `out` is contiguous.
-const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
-                                        void* out, const Logits& shape, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats,
+                                                             const GradientFactors& factors, void* out, const Logits& shape, void* stream))
 /// values[r, :] *= factors[r], or factors[0]; nothing is read or written where that is 1. `values` is contiguous.
-const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length, const float* factors, bool each_row,
-                            void* stream);
+FLEXOPS_CUDA_DECLARE(const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length, const float* factors,
+                                                 bool each_row, void* stream))
 
 /// Rows [begin, end): losses and statistics, and the gradient, times its factor and divided by `divisor`, over the logits.
 FLEXOPS_ISA_DECLARE(void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float divisor, bool write_gradient,

@@ -29,19 +29,17 @@ inline GradientFactors make_factors(Host& host, const char* name, const TensorVi
   return {factors.as<float>(), factors.dim == 1};
 }
 
-#if FLEXOPS_DEVICE_CPU
 /// The least rows that are worth a thread.
 inline int64_t loss_grain(int64_t length) { return 8192 / least(length, 8192); }
-#endif
 
 inline void losses(Host& host, const TensorView& logits, const TensorView& target, const Logits& shape, int64_t reduced,
                    bool write_gradient, const GradientFactors& factors, const TensorView& loss, const TensorView& left) {
   const auto reduction = static_cast<Reduction>(reduced);
   const LossStats stats(left.as<float>(), shape.rows, reduction, loss.as<float>());
   const auto* classes = target.as<int64_t>();
-#if FLEXOPS_DEVICE_CUDA
-  host.check(cross_entropy_cuda(logits.data, classes, shape, reduction, write_gradient, factors, stats, loss.as<float>(), host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA)
+    return host.check(
+        cross_entropy_cuda(logits.data, classes, shape, reduction, write_gradient, factors, stats, loss.as<float>(), host.stream()));
   int64_t used = 0;
   for (int64_t row = 0; row < shape.rows; ++row) used += classes[row] != shape.ignore_index;
   const float divisor = reduction == Reduction::mean ? static_cast<float>(used) : 1.0f;
@@ -53,7 +51,6 @@ inline void losses(Host& host, const TensorView& logits, const TensorView& targe
   for (int64_t row = 0; row < shape.rows; ++row) sum += static_cast<double>(stats.losses[row]);
   *stats.divisor = divisor;
   *loss.as<float>() = static_cast<float>(sum / static_cast<double>(divisor));
-#endif
 }
 
 inline void cross_entropy_host(Host& host, const TensorView& logits, const TensorView& target, int64_t ignore_index, double smoothing,
@@ -82,14 +79,12 @@ inline void cross_entropy_backward_host(Host& host, const TensorView& grad, cons
   if (out.numel == 0) return;
   const LossStats known(stats.as<float>(), shape.rows, reduced, nullptr);
   const auto* classes = target.as<int64_t>();
-#if FLEXOPS_DEVICE_CUDA
-  host.check(cross_entropy_backward_cuda(logits.data, classes, known, upstream, out.data, shape, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA)
+    return host.check(cross_entropy_backward_cuda(logits.data, classes, known, upstream, out.data, shape, host.stream()));
   const float divisor = known.divisor ? *known.divisor : 1.0f;
   parallel_for(0, shape.rows, loss_grain(shape.length), [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(cross_entropy_backward_cpu)(logits.data, classes, known, upstream, divisor, out.data, shape, begin, end);
   });
-#endif
 }
 
 inline void scale_rows__host(Host& host, const TensorView& values, const TensorView& factors) {
@@ -98,9 +93,7 @@ inline void scale_rows__host(Host& host, const TensorView& values, const TensorV
   const GradientFactors by = make_factors(host, "factors", factors, rows);
   if (values.numel == 0) return;
   const ElementType type = element_type(values);
-#if FLEXOPS_DEVICE_CUDA
-  host.check(scale_rows_cuda(values.data, type, rows, length, by.data, by.each_row, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(scale_rows_cuda(values.data, type, rows, length, by.data, by.each_row, host.stream()));
   const auto scale = [&](int64_t begin, int64_t end, float factor) {
     FLEXOPS_ISA_CALL(scale_rows_cpu)(values.data, type, begin, end, factor);
   };
@@ -111,7 +104,6 @@ inline void scale_rows__host(Host& host, const TensorView& values, const TensorV
   } else {
     parallel_for(0, values.numel, 16384, [&](int64_t begin, int64_t end) { scale(begin, end, by.data[0]); });
   }
-#endif
 }
 
 }  // namespace flexops

@@ -7,13 +7,15 @@
 namespace flexops {
 
 /// How many floats of working memory grad_norm_cuda needs, at least one.
-int64_t grad_norm_partials(const TensorRow* rows, int64_t count);
+FLEXOPS_CUDA_DECLARE(int64_t grad_norm_partials(const TensorRow* rows, int64_t count))
 
 /// The norm of all rows' first array as one vector, written to *norm; queued on `stream`. Returns nullptr, or CUDA's error text.
-const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_type, float* partials, float* norm, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* grad_norm_cuda(const TensorRow* rows, int64_t count, double norm_type, float* partials, float* norm,
+                                                void* stream))
 
 /// Scales all rows' first array by min(1, max_norm / (*total_norm + 1e-6)), which is read on the device; memory is left alone if that is 1.
-const char* clip_grads_cuda(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* clip_grads_cuda(const TensorRow* rows, int64_t count, const float* total_norm, double max_norm,
+                                                 void* stream))
 
 enum class NormKind { two, infinity, other };
 

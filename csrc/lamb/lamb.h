@@ -18,15 +18,16 @@ struct LambOptions : AdamOptions {
 };
 
 /// How many floats of working memory lamb_moments_cuda needs.
-int64_t lamb_partials(const TensorRow* rows, int64_t count);
+FLEXOPS_CUDA_DECLARE(int64_t lamb_partials(const TensorRow* rows, int64_t count))
 
 /// The first pass, queued on `stream`. norms[2 i] and norms[2 i + 1] become the sums of squares of row i's parameter and update. Returns
 /// nullptr, or CUDA's error text.
-const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials, float* norms,
-                              void* stream);
+FLEXOPS_CUDA_DECLARE(const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials,
+                                                   float* norms, void* stream))
 
 /// The second pass.
-const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms,
+                                                 void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct LambStep : AdamStep {

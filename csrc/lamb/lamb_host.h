@@ -10,20 +10,6 @@
 
 namespace flexops {
 
-#if FLEXOPS_DEVICE_CUDA
-
-/// The sums of squares of every row's parameter and update.
-inline void measure(Host& host, const TensorRow* rows, int64_t count, const LambOptions& options, float* norms) {
-  float* partials = host.workspace<float>(lamb_partials(rows, count));
-  host.check(lamb_moments_cuda(rows, count, options, partials, norms, host.stream()));
-}
-
-inline void apply(Host& host, const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms) {
-  host.check(lamb_apply_cuda(rows, count, options, norms, host.stream()));
-}
-
-#else
-
 inline LambStep make_lamb_step(const LambOptions& o, const float* count) {
   LambStep s;
   static_cast<AdamStep&>(s) = make_adam_step(o, count);
@@ -33,7 +19,12 @@ inline LambStep make_lamb_step(const LambOptions& o, const float* count) {
   return s;
 }
 
-inline void measure(Host&, const TensorRow* rows, int64_t count, const LambOptions& options, float* norms) {
+/// The sums of squares of every row's parameter and update.
+inline void measure(Host& host, const TensorRow* rows, int64_t count, const LambOptions& options, float* norms) {
+  if (FLEXOPS_DEVICE_CUDA) {
+    float* partials = host.workspace<float>(lamb_partials(rows, count));
+    return host.check(lamb_moments_cuda(rows, count, options, partials, norms, host.stream()));
+  }
   memset(norms, 0, count * 2 * sizeof *norms);
   if (options.found_inf && *options.found_inf != 0) return;
   std::vector<LambStep> steps(count);
@@ -54,7 +45,8 @@ inline void measure(Host&, const TensorRow* rows, int64_t count, const LambOptio
   }
 }
 
-inline void apply(Host&, const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms) {
+inline void apply(Host& host, const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms) {
+  if (FLEXOPS_DEVICE_CUDA) return host.check(lamb_apply_cuda(rows, count, options, norms, host.stream()));
   if (options.found_inf && *options.found_inf != 0) return;
   const double lr = options.lr_tensor ? *options.lr_tensor : options.lr;
   std::vector<LambStep> steps(count);
@@ -66,8 +58,6 @@ inline void apply(Host&, const TensorRow* rows, int64_t count, const LambOptions
   for_each_piece(rows, count, 32,
                  [&](size_t i, int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(lamb_apply_cpu)(rows[i], steps[i], begin, end); });
 }
-
-#endif
 
 inline LambOptions lamb_options(const StepOptions& step, double beta1, double beta2, double eps, bool stochastic, bool adapt) {
   return {{step, beta1, beta2, eps, false, stochastic}, adapt};

@@ -15,7 +15,7 @@ struct LionOptions : StepOptions {
 };
 
 /// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream))
 
 /// What every element shares in one step, on the CPU.
 struct LionStep {

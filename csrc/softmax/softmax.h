@@ -25,9 +25,10 @@ struct SoftmaxRows {
 };
 
 /// Queued on `stream`; the pointers are the device's. `out` is contiguous. Returns nullptr, or CUDA's error text.
-const char* softmax_cuda(const void* x, const void* mask, void* out, const SoftmaxRows& rows, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* softmax_cuda(const void* x, const void* mask, void* out, const SoftmaxRows& rows, void* stream))
 /// `rows.stride` is y's, and no mask is looked at.
-const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out,
+                                                       const SoftmaxRows& rows, void* stream))
 
 FLEXOPS_ISA_DECLARE(void softmax_cpu(const void* x, const void* mask, void* out, const SoftmaxRows& rows, int64_t begin, int64_t end))
 FLEXOPS_ISA_DECLARE(void softmax_backward_cpu(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows,

@@ -43,21 +43,16 @@ inline void place_mask(Host& host, SoftmaxRows& rows, const TensorView& mask) {
   rows.mask_dims = count;
 }
 
-#if FLEXOPS_DEVICE_CPU
 /// The least rows that are worth a thread.
 inline int64_t softmax_grain(const SoftmaxRows& rows) { return 8192 / (rows.length < 8192 ? rows.length : 8192); }
-#endif
 
 inline void softmax_forward(Host& host, const TensorView& x, const TensorView& mask, double scale, bool causal, const TensorView& out) {
   SoftmaxRows rows = softmax_rows(host, "x", x, scale, causal);
   if (x.numel == 0) return;
   if (mask) place_mask(host, rows, mask);
-#if FLEXOPS_DEVICE_CUDA
-  host.check(softmax_cuda(x.data, mask.data, out.data, rows, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(softmax_cuda(x.data, mask.data, out.data, rows, host.stream()));
   parallel_for(0, rows.rows, softmax_grain(rows),
                [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(softmax_cpu)(x.data, mask.data, out.data, rows, begin, end); });
-#endif
 }
 
 inline void scaled_masked_softmax_host(Host& host, const TensorView& x, const TensorView& mask, double scale, const TensorView& out) {
@@ -72,14 +67,11 @@ inline void softmax_backward_host(Host& host, const TensorView& grad, const Tens
                                   const TensorView& out) {
   const SoftmaxRows rows = softmax_rows(host, "y", y, scale, causal);
   if (y.numel == 0) return;
-#if FLEXOPS_DEVICE_CUDA
-  host.check(softmax_backward_cuda(grad.data, grad.row_stride(), y.data, out.data, rows, host.stream()));
-#else
+  if (FLEXOPS_DEVICE_CUDA) return host.check(softmax_backward_cuda(grad.data, grad.row_stride(), y.data, out.data, rows, host.stream()));
   const int64_t grad_stride = grad.row_stride();
   parallel_for(0, rows.rows, softmax_grain(rows), [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(softmax_backward_cpu)(grad.data, grad_stride, y.data, out.data, rows, begin, end);
   });
-#endif
 }
 
 }  // namespace flexops

@@ -45,12 +45,12 @@ def binding(namespace: str, family: str, signatures: Sequence[Signature], isa_le
     lines += ['#include "common/multi_tensor_binding.h"'] * any(one.rows or one.numbers for one in signatures)
     if host := list(_declared(signatures, "host")):
         lines += ['#include "common/host.h"', f"namespace {namespace} {{", *host, "}", f'#include "{family}/{family}_host.h"']
-    lines += ["", f"namespace {namespace} {{", "#if FLEXOPS_DEVICE_CUDA", *_declared(signatures, "cuda"), "#else"]
+    lines += ["", f"namespace {namespace} {{", *(f"FLEXOPS_CUDA_DECLARE({one.rstrip(';')})" for one in _declared(signatures, "cuda"))]
     for level in ("baseline", *(level for level in ISA_LEVELS if level in isa_levels)):
         lines += ["#if FLEXOPS_HAS_ISA_LEVELS"] * (level != "baseline")
-        lines += [f"namespace {level} {{", *_declared(signatures, "cpu"), "}"]
+        lines += [f"namespace {level} {{", *(f"FLEXOPS_CPU_DECLARE({one.rstrip(';')})" for one in _declared(signatures, "cpu")), "}"]
         lines += ["#endif"] * (level != "baseline")
-    lines += ["#endif", "", "namespace {", "using namespace flexops;"]
+    lines += ["", "namespace {", "using namespace flexops;"]
     for one in signatures:
         lines += ["", *_function(namespace, one, isa_levels)]
     lines += ["", "}  // namespace", f"}}  // namespace {namespace}", "", "namespace flexops {", "FLEXOPS_REGISTER(m) {"]
@@ -95,9 +95,7 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
     for argument in schema.arguments:
         if argument.type == "ScalarType":
             yield f"  const Dtype {argument.name}_dtype = dtype_of_code({argument.name});"
-    yield "#if FLEXOPS_DEVICE_CUDA"
     yield f"  DeviceGuard guard_({_place(signature)});"
-    yield "#endif"
     for name, shape in signature.shapes:
         yield from _shape_check(signature, name, shape)
     yield from _laid_out(signature)
@@ -304,12 +302,12 @@ def _call(namespace: str, signature: Signature, isa_levels: Sequence[str]) -> It
         yield f"    Host host_(kOp, {_place(signature)});"
         yield f"    ::{namespace}::{schema.name}_host({', '.join(['host_', *before, *passed])});"
     else:
-        yield "#if FLEXOPS_DEVICE_CUDA"
         arguments = ", ".join([*before, *passed, f"current_stream({_place(signature)})"])
-        yield f"    check_launch(kOp, ::{namespace}::{schema.name}_cuda({arguments}));"
-        yield "#else"
+        yield "    if (FLEXOPS_DEVICE_CUDA) {"
+        yield f"      check_launch(kOp, ::{namespace}::{schema.name}_cuda({arguments}));"
+        yield "    } else {"
         yield from _on_cpu(namespace, signature, isa_levels, before, passed, (views or [f"{signature.first}_view"])[0])
-        yield "#endif"
+        yield "    }"
     yield "  }"
 
 

@@ -101,7 +101,7 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
     lines = ["ninja_required_version = 1.5", "# Written by flexops. `ninja -v` in this directory repeats the build by hand."]
     # Ninja starts what is ready in this order: GPU sources take longest, and one that is left for the end keeps a single processor busy.
     steps = [(plan, number, step) for plan in plans for number, step in enumerate(plan.steps)]
-    alike: dict[tuple[str, ...], str] = {}
+    alike: dict[tuple[tuple[str, ...], ...], str] = {}
     for plan, number, step in sorted(steps, key=lambda item: item[2].kind != "device"):
         folder = f"{plan.name}/" if subdirectories else ""
         if folder + step.output in there:
@@ -109,10 +109,10 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
         rule = re.sub(r"\W", "_", f"{plan.name}_{number}")
         inputs = [name if os.path.isabs(name) else folder + name for name in step.inputs]
         command = full_command(plan, step)
-        if step.kind == "link" and inputs and all(map(os.path.isabs, inputs)):  # nothing of its own plan's is in it: made once, then copied
-            first = alike.setdefault(command, folder + step.output)
+        if same := plan.alike(step):
+            first = alike.setdefault(same, folder + step.output)
             if first != folder + step.output:
-                command, inputs = ("cp", f"../{first}", step.output), [first]
+                command, inputs = ("cp", f"../{first}", *([f"../{first}.d"] if step.kind == "host" else ()), "."), [first]
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",

@@ -123,6 +123,13 @@ class BuildPlan(NamedTuple):
         largest = sorted((step.memory_bytes for step in self.steps), reverse=True)
         return sum(largest[: self.jobs])
 
+    def alike(self, step: Step) -> tuple[tuple[str, ...], ...]:
+        """What a stub or a source that the builder wrote is made of: where another plan has a step with the same, one is made for both. Else nothing."""
+        from_others = {other.output for other in self.steps}.intersection(step.inputs)
+        if from_others or not step.inputs or step.kind not in ("link", "host") or (step.kind == "host" and not self.texts):
+            return ()
+        return (step.command, *(self.texts if step.kind == "host" else ()))
+
     def relocatable(self, text: str) -> str:
         """``text`` with every anchor's path replaced by its name."""
         for path, name in self.anchors:
@@ -148,7 +155,7 @@ def plan_op(
     objects = [step.output for step in steps]
     if torch.stable_abi:
         steps += _stub_steps(toolchain, csrc)
-    steps.append(_link_step(toolchain, objects, library_name(spec, device)))
+    steps.append(_link_step(spec, device, toolchain, objects))
     plan = plan_of(spec, device, toolchain, steps, csrc=csrc, resources=resources, max_jobs=max_jobs)
     return plan._replace(isa_levels=_isa_levels(spec, toolchain)) if device == "cpu" else plan
 
@@ -286,16 +293,17 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     assert host is not None
     # With the maps __FILE__ is the same from wherever the sources are compiled, and so is the library.
     maps = [f"-ffile-prefix-map={path}=csrc" for _, path in spec.project.roots(csrc)]
-    common = (*host.command, "-fPIC", "-fvisibility=hidden", *include_flags(spec, csrc), *maps, f"-DFLEXOPS_DEVICE_{device.upper()}=1")
+    common = (*host.command, "-fPIC", "-fvisibility=hidden", *include_flags(spec, csrc), *maps)
+    only = f"-DFLEXOPS_DEVICE_{device.upper()}=1"
     own = spec.project.roots(csrc)[0][1]
     binding = str(own / spec.binding) if spec.binding else BINDING
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
-    flags = (*common, "-O1", *binding_flags(torch))
+    flags = (*common, *(("-DFLEXOPS_DEVICE_ANY=1", "-ffunction-sections") if spec.one_binding else (only,)), "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
     header = BINDING_HEADER if host.kind in ("gcc", "zig") else ""
     steps = [Step("host", "binding.o", (binding,), (*flags, "-c", binding, "-o", "binding.o"), memory, shared_header=header)]
-    plain = (*common, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
+    plain = (*common, only, "-std=c++17", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
     if device == "cuda":
         levels: dict[str, tuple[str, ...]] = {"": ("-O1", WITHOUT_SPECIAL_FUNCTIONS)}
     else:
@@ -330,8 +338,8 @@ def _stub_steps(toolchain: Toolchain, csrc: Path) -> list[Step]:
     return steps
 
 
-def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
-    torch, host = toolchain.torch, toolchain.host
+def _link_step(spec: OpSpec, device: DeviceType, toolchain: Toolchain, objects: list[str]) -> Step:
+    torch, host, library = toolchain.torch, toolchain.host, library_name(spec, device)
     assert torch is not None
     assert host is not None
     # Stripped (-s): a third smaller, and the whole file is read and hashed at every start.
@@ -341,10 +349,15 @@ def _link_step(toolchain: Toolchain, objects: list[str], library: str) -> Step:
     # stable ABI only: through the classic one C++ objects cross). What is not used of them goes.
     if torch.stable_abi:
         stubs, rest = ([TORCH_STUB, RUNTIME_STUB], "-lm") if host.kind == "zig" else ([TORCH_STUB], "-Wl,--exclude-libs,ALL")
-        command += [*stubs, "-Wl,--gc-sections", rest]
+        command += [*stubs, rest]
     else:
         command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
     # A launcher that is not there is found here, and not when the library is opened. (-ldl: a library of its own in glibc before 2.34.)
-    command += ["-Wl,-z,defs", "-ldl"]
+    command += ["-Wl,--gc-sections", "-Wl,-z,defs", "-ldl", *(_for_device(device) if spec.one_binding else ())]
     return Step("link", library, (*objects, *stubs), tuple(command))
 
+
+def _for_device(device: DeviceType) -> tuple[str, ...]:
+    """What the linker tells a binding that is compiled once for all device types (csrc/common/device_type.h)."""
+    answer, other = ("flexops_yes", "cpu") if device == "cuda" else ("flexops_no", "cuda")
+    return (f"-Wl,-u,{answer}", f"-Wl,--defsym=flexops_on_cuda={answer}", f"-Wl,--defsym=flexops_without_{other}={answer}")

@@ -20,11 +20,11 @@ def share(plans: Sequence[BuildPlan]) -> list[BuildPlan]:
 
     A launcher such as ccache knows a source by all that it reads and does not get along with precompiled headers: its plans are left to it.
     """
-    counts: dict[tuple[str, ...], int] = {}
+    readers: dict[tuple[str, ...], set[object]] = {}
     for plan in plans:
         for step in plan.steps:
-            counts[_reading(plan, step)] = counts.get(_reading(plan, step), 0) + 1
-    shared = [reading for reading, count in counts.items() if reading and count >= FEWEST]
+            readers.setdefault(_reading(plan, step), set()).add(plan.alike(step) or (plan.name, step.output))
+    shared = [reading for reading, each in readers.items() if reading and len(each) >= FEWEST]
     if not shared:
         return list(plans)
     making, texts = [], []

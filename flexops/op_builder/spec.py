@@ -170,6 +170,11 @@ class OpSpec(_Fields):
         return "" if (self.signatures or self.declared) and name not in self._files else f"{self.family}/{name}"
 
     @property
+    def one_binding(self) -> bool:
+        """Whether one object of its binding serves every device type. Other projects' functions before launchers may ask for theirs by ``#if``."""
+        return self.project.own and not self.binding
+
+    @property
     def texts(self) -> tuple[tuple[str, str], ...]:
         """The sources that the builder writes, by name."""
         if self.binding:

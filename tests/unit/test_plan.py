@@ -34,7 +34,20 @@ def test_cpu_plan() -> None:
     assert plan.architectures == ()
     assert plan.cuda_version == ""
     assert plan.isa_levels == ("baseline", "avx2", "avx512")
-    assert not any("cuda" in word for word in plan.steps[-1].command)
+    assert not any("cudart" in word or word.startswith("-lcuda") for word in plan.steps[-1].command)
+
+
+def test_a_written_binding_is_one_object_for_both_device_types_and_the_link_says_which() -> None:
+    cpu, cuda = (paper_plan(ADAM, device) for device in ("cpu", "cuda"))
+    assert step(cpu, "binding.o") == step(cuda, "binding.o")
+    assert cpu.alike(step(cpu, "binding.o")) == cuda.alike(step(cuda, "binding.o")) != ()
+    said = [{word for word in plan.steps[-1].command if "=flexops_" in word} for plan in (cpu, cuda)]
+    assert said == [
+        {"-Wl,--defsym=flexops_on_cuda=flexops_no", "-Wl,--defsym=flexops_without_cuda=flexops_no"},
+        {"-Wl,--defsym=flexops_on_cuda=flexops_yes", "-Wl,--defsym=flexops_without_cpu=flexops_yes"},
+    ]
+    by_hand = catalog.find("attention")
+    assert "-DFLEXOPS_DEVICE_CUDA=1" in step(paper_plan(by_hand, "cuda"), "binding.o").command
 
 
 def test_isa_levels_are_named_and_nothing_is_native() -> None:
@@ -65,7 +78,7 @@ def test_zig_compiles_for_another_machine() -> None:
 
 def test_stable_abi_where_torch_has_it() -> None:
     words = step(paper_plan(ADAM, "cuda"), "binding.o").command
-    assert {"-DFLEXOPS_STABLE_ABI=0x020b000000000000", "-std=c++17", "-DFLEXOPS_DEVICE_CUDA=1"} <= set(words)
+    assert {"-DFLEXOPS_STABLE_ABI=0x020b000000000000", "-std=c++17"} <= set(words)
     assert not any("GLIBCXX_USE_CXX11_ABI" in word for word in words)
     assert "-lc10" not in paper_plan(ADAM, "cuda").steps[-1].command
 
