@@ -202,7 +202,7 @@ def _launcher_trouble(plan: BuildPlan, directory: Path, output: str) -> Diagnosi
         return None
     from .launcher_mismatch import explain
 
-    return explain(output, "\n".join(text for _, text in plan.texts), directory)
+    return explain(output, "\n".join(text for _, text in reversed(plan.texts)), directory)  # the header first: a binding may have declarations in macros
 
 
 def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:

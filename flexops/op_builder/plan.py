@@ -298,7 +298,7 @@ def _compile_steps(spec: OpSpec, device: DeviceType, toolchain: Toolchain, csrc:
     own = spec.project.roots(csrc)[0][1]
     binding = str(own / spec.binding) if spec.binding else BINDING
     # A binding only checks and forwards: optimising it further costs build time and gains nothing.
-    flags = (*common, *(("-DFLEXOPS_DEVICE_ANY=1", "-ffunction-sections") if spec.one_binding else (only,)), "-O1", *binding_flags(torch))
+    flags = (*common, *(("-DFLEXOPS_DEVICE_ANY=1", "-ffunction-sections") if _serves_all(spec, host) else (only,)), "-O1", *binding_flags(torch))
     # The classic C++ headers of an older torch weigh several times what the stable ABI's do.
     memory = HOST_STEP_BYTES if torch.stable_abi else TORCH_HEADER_STEP_BYTES
     header = BINDING_HEADER if host.kind in ("gcc", "zig") else ""
@@ -353,8 +353,13 @@ def _link_step(spec: OpSpec, device: DeviceType, toolchain: Toolchain, objects: 
     else:
         command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
     # A launcher that is not there is found here, and not when the library is opened. (-ldl: a library of its own in glibc before 2.34.)
-    command += ["-Wl,--gc-sections", "-Wl,-z,defs", "-ldl", *(_for_device(device) if spec.one_binding else ())]
+    command += ["-Wl,--gc-sections", "-Wl,-z,defs", "-ldl", *(_for_device(device) if _serves_all(spec, host) else ())]
     return Step("link", library, (*objects, *stubs), tuple(command))
+
+
+def _serves_all(spec: OpSpec, host: HostCompiler) -> bool:
+    """Whether the binding's object is for every device type. zig's linker, which knows no ``--defsym``, could not tell it which."""
+    return spec.one_binding and host.kind != "zig"
 
 
 def _for_device(device: DeviceType) -> tuple[str, ...]:

@@ -46,6 +46,8 @@ def test_a_written_binding_is_one_object_for_both_device_types_and_the_link_says
         {"-Wl,--defsym=flexops_on_cuda=flexops_no", "-Wl,--defsym=flexops_without_cuda=flexops_no"},
         {"-Wl,--defsym=flexops_on_cuda=flexops_yes", "-Wl,--defsym=flexops_without_cpu=flexops_yes"},
     ]
+    zig = HostCompiler(Path("/zig/zig"), Version((0, 17)), "zig 0.17", "zig", "aarch64-linux-gnu.2.28")
+    assert "-DFLEXOPS_DEVICE_CPU=1" in step(paper_plan(ADAM, "cpu", TOOLS._replace(host=zig, launcher=None)), "binding.o").command
     by_hand = catalog.find("attention")
     assert "-DFLEXOPS_DEVICE_CUDA=1" in step(paper_plan(by_hand, "cuda"), "binding.o").command
 
