@@ -1,7 +1,7 @@
 // Which device type a library is for. Launchers, CPU kernels and bindings that are written by hand are compiled for one, and
 // FLEXOPS_DEVICE_CPU or FLEXOPS_DEVICE_CUDA is defined to 1 by the command. Bindings that flexops writes for its own operators are compiled
-// once for both, but by zig (FLEXOPS_DEVICE_ANY): FLEXOPS_DEVICE_CUDA is then what the linker says (`if`; an `#if` of it is an error), and of
-// launchers, which are declared by
+// once for both, but by zig (FLEXOPS_DEVICE_ANY): FLEXOPS_DEVICE_CUDA is then what the linker says (`if`; an `#if` of it is an error), and
+// of launchers, which are declared by
 //
 //   FLEXOPS_CUDA_DECLARE(const char* scale_cuda(const float* x, float* out, int64_t count, void* stream))     and, in common/cpu.h,
 //   FLEXOPS_ISA_DECLARE(void scale_cpu(const float* x, float* out, int64_t begin, int64_t end))
