@@ -66,7 +66,7 @@ def _measure(case: Case, device: str, copy: float, absent: list[tuple[str, str, 
     for name, value in seconds.items():
         bandwidth = case.bytes / value
         memory = timing.extra_memory(ready[name]) if case.memory and device == "cuda" else None
-        yield Timing(case.op, case.function, case.name, case.part, name, value, bandwidth, bandwidth / copy, memory, preparation[name])
+        yield Timing(case.op, case.function, case.name, case.part, name, value, bandwidth, bandwidth / copy, memory, preparation[name], case.operations / value)
 
 
 def _release(device: str) -> None:

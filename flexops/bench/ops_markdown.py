@@ -28,13 +28,13 @@ def _table(groups: Sequence[tuple[Timing, ...]]) -> str:
     """A line for each case: flexops's figures, and how many times as long the others take; those in few cases share a column."""
     cases = Counter(item.contender for group in groups for item in group[1:])
     common = [name for name, count in cases.items() if 4 * count >= len(groups)]
-    bandwidth = any(group[0].bandwidth for group in groups)
+    bandwidth = any(group[0].bandwidth or group[0].rate for group in groups)
     head = ["what", "part", "flexops", *(["GB/s", "of copy"] if bandwidth else []), *common, *(["others"] if len(common) < len(cases) else [])]
     lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
     for group in groups:
         ours = group[0]
         times = {item.contender: ratio(item.seconds / ours.seconds, 2) + _memory(item) for item in group[1:]}
-        figures = [f"{ours.bandwidth / 1e9:.0f}", f"{ours.of_copy:.2f}"] if ours.bandwidth else ["", ""]
+        figures = [f"{ours.bandwidth / 1e9:.0f}", f"{ours.of_copy:.2f}"] if ours.bandwidth else [f"{ours.rate / 1e12:.0f} TFLOP/s" if ours.rate else "", ""]
         others = "; ".join(f"{name} {times[name]}" for name in times if name not in common)
         cells = [ours.case, ours.part, duration(ours.seconds) + _memory(ours), *(figures if bandwidth else []), *(times.get(name, "") for name in common)]
         lines.append(_line([*cells, *([others] if len(common) < len(cases) else [])]))

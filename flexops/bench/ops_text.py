@@ -36,7 +36,7 @@ def lines(results: Results) -> Iterator[str]:
 
 def _row(item: Timing, ours: Timing) -> tuple[str, ...]:
     memory = "" if item.memory is None else f" (+ {item.memory / 2**20:.0f} MiB)"
-    bandwidth = (f"{item.bandwidth / 1e9:.0f}", f"{item.of_copy:.2f}") if item.bandwidth else ("", "")
+    bandwidth = (f"{item.bandwidth / 1e9:.0f}", f"{item.of_copy:.2f}") if item.bandwidth else (f"{item.rate / 1e12:.0f} TFLOP/s" if item.rate else "", "")
     return (f"  {item.contender}{memory}", duration(item.seconds), *bandwidth, "" if item is ours else ratio(item.seconds / ours.seconds, 2))
 
 

@@ -28,6 +28,7 @@ class Timing:
         of_copy: the same as a fraction of the copy bandwidth.
         memory: bytes a call holds beyond its inputs at its worst moment, if the case is about that.
         preparation: seconds of the first call, which compiles where there is something to compile.
+        rate: floating-point operations a second, 0 where they are not counted.
     """
 
     op: str
@@ -40,6 +41,7 @@ class Timing:
     of_copy: float
     memory: int | None = None
     preparation: float = 0.0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
     native_kernels("attention", "cuda")
 
 
-@pytest.fixture(params=["hopper", "sm_80", "sm_86", "few queries"])
+@pytest.fixture(params=["hopper", "hopper, heads apart", "sm_80", "sm_86", "few queries"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     library = ctypes.CDLL(str(next(one.path for one in flexops.status() if one.op == "attention" and one.device == "cuda" and one.path)))
-    library.flexops_attention_hopper(int(request.param == "hopper"))
+    library.flexops_attention_hopper(int(request.param.startswith("hopper")))
+    library.flexops_attention_heads_split(int(request.param == "hopper, heads apart"))
     library.flexops_attention_splits(-1 if request.param == "few queries" else 0)
     library.flexops_attention_shared(ctypes.c_int64(99 << 10 if request.param == "sm_86" else 1 << 20))
     yield request.param
+    library.flexops_attention_heads_split(-1)
     library.flexops_attention_shared(ctypes.c_int64(1 << 20))
     library.flexops_attention_hopper(1)
     library.flexops_attention_splits(-1)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,32 @@ def test_a_chart_says_what_is_compared(tmp_path: Path, saved_run: Path, require:
     text = (tmp_path / "ops.svg").read_text()
     assert "norm: flexops against torch eager, torch.compile" in text
     assert "on Abacus GPU, whose copy reaches 100 GB/s" in text
+
+
+def test_what_is_not_bound_by_memory_is_shown_in_operations(tmp_path: Path, saved_run: Path, require: Callable[..., None]) -> None:
+    """A line and a panel of its own; the same data give the same chart."""
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    from matplotlib import rc_context
+
+    data = json.loads(saved_run.read_text())
+    bound = [
+        asdict(Timing("attention", "attention", "attention bf16", part, who, seconds, 0.0, 0.0, rate=6.34e11 / seconds))
+        for part in ("forward", "backward")
+        for who, seconds in (("flexops", 1e-3), ("cuDNN", 2e-3))
+    ]
+    saved_run.write_text(json.dumps({**data, "timings": [*data["timings"], *bound]}))
+    shown = CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False).stdout
+    assert "634 TFLOP/s" in shown
+    assert "317 TFLOP/s" in shown
+    written = CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run), "--markdown", "--op", "attention"], catch_exceptions=False).stdout
+    assert "| attention bf16 | forward | 1.0 ms | 634 TFLOP/s |" in written
+    charts = []
+    with rc_context({"svg.fonttype": "none"}):
+        for name in ("one.svg", "two.svg"):
+            CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / name)], catch_exceptions=False)
+            charts.append((tmp_path / name).read_text())
+    assert charts[0].count(">TFLOP/s<") == charts[0].count(">fraction of copy bandwidth<") == 2
+    assert charts[0] == charts[1]
 
 
 def test_chart_of_operators(tmp_path: Path, saved_run: Path, require: Callable[..., None]) -> None:

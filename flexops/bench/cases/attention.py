@@ -44,8 +44,9 @@ def attention(setup: Setup) -> Iterator[Case]:
         products = 4 * batch * shape.heads * length**2 * shape.head_dim // (2 if shape.causal else 1)
         what = f"bf16 {batch}x{length}x{shape.heads}/{shape.key_heads}x{shape.head_dim} {'causal' if shape.causal else 'full'}"
         functions = _functions(setup, shape)
-        forward, backward = (f"{operations / 1e12:.3g} T operations" for operations in (products, products * 5 // 2))
-        yield from forward_and_backward(FAMILY, "attention", f"attention {what}", functions, (q, k, v), (0, forward), (0, backward))
+        operations = products, products * 5 // 2
+        forward, backward = (f"{count / 1e12:.3g} T operations" for count in operations)
+        yield from forward_and_backward(FAMILY, "attention", f"attention {what}", functions, (q, k, v), (0, forward), (0, backward), operations)
     yield from _packed(setup)
     yield from _decoding(setup)
     yield from _small(setup)
@@ -60,7 +61,8 @@ def _packed(setup: Setup) -> Iterator[Case]:
     for what, parts in PACKED.items():
         lengths = [int(part * mean) for part in parts]
         ends = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device=setup.device)
-        longest, operations = max(lengths), sum(2 * 32 * length**2 * 128 for length in lengths)
+        longest, products = max(lengths), sum(2 * 32 * length**2 * 128 for length in lengths)
+        operations = products, products * 5 // 2
         tensors = tuple(setup.randn(sum(lengths), 32, 128, grad=True) for _ in range(3))
 
         def ours(q: Tensor, k: Tensor, v: Tensor, ends: Tensor = ends, longest: int = longest) -> object:
@@ -73,8 +75,8 @@ def _packed(setup: Setup) -> Iterator[Case]:
         torchs = library("torch's varlen_attn", "torch.nn.attention.varlen", "varlen_attn", adapt) if setup.device == "cuda" else {}
         functions: Functions = {FLEXOPS: ours, **torchs}
         name = f"attention bf16 packed, {what}, {sum(lengths)}x32/32x128 causal"
-        forward, backward = (f"{count / 1e12:.3g} T operations" for count in (operations, operations * 5 // 2))
-        yield from forward_and_backward(FAMILY, "attention", name, functions, tensors, (0, forward), (0, backward))
+        forward, backward = (f"{count / 1e12:.3g} T operations" for count in operations)
+        yield from forward_and_backward(FAMILY, "attention", name, functions, tensors, (0, forward), (0, backward), operations)
 
 
 def _decoding(setup: Setup) -> Iterator[Case]:

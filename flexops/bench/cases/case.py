@@ -39,6 +39,7 @@ class Case:
         reads_and_writes: the bytes in words, for the reader to check.
         measure: how calls are timed.
         memory: the memory that a call takes is measured, too.
+        operations: floating-point ones, where these are what bounds it.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Case:
     reads_and_writes: str
     measure: Measure = "device"
     memory: bool = False
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def forward_and_backward(
     args: Sequence[Any],
     forward: tuple[int, str],
     backward: tuple[int, str] | None,
+    operations: tuple[int, int] = (0, 0),
 ) -> Iterator[Case]:
     """Both passes as training runs them: the forward one with what is saved for the other, the backward one by ``torch.autograd.grad``.
 
@@ -113,13 +116,14 @@ def forward_and_backward(
         functions: name -> a function of ``args``.
         args: those that require a gradient get one.
         forward, backward: bytes, and how they are counted.
+        operations: floating-point ones of both passes, where these are what bounds them.
     """
     sets = input_sets(args)
     calls = {label: rotating([_bound(call, each) for each in sets]) for label, call in functions.items()}
-    yield Case(family, function, name, "forward", forward[0], calls, forward[1])
+    yield Case(family, function, name, "forward", forward[0], calls, forward[1], operations=operations[0])
     if backward is not None:
         calls = {label: rotating([_backward(label, call, each) for each in sets]) for label, call in functions.items()}
-        yield Case(family, function, name, "backward", backward[0], calls, backward[1])
+        yield Case(family, function, name, "backward", backward[0], calls, backward[1], operations=operations[1])
 
 
 def input_sets(args: Sequence[Any]) -> list[Sequence[Any]]:
