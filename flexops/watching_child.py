@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import runpy
-import select
 import site
 import sys
 import sysconfig
@@ -20,16 +19,13 @@ import sysconfig
 def main() -> None:
     sys.path[0] = ""  # as for `python -m`, and not this folder, whose modules have names of others
     known = os.pread(modules, os.fstat(modules).st_size, 0).decode().split()
-    for name in ("torch", "flexops", "pytest"):  # what takes long
-        import_(name)
+    for name in (*known, "torch", "flexops", "pytest"):  # what takes long
+        with contextlib.suppress(Exception):  # the command itself will say so, if it needs it
+            __import__(name)
     with contextlib.suppress(Exception):
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
             torch.empty(1, device="cuda")  # makes the GPU's context, which takes half a second, while somebody edits
-    for name in known:
-        if select.select([0], [], [], 0)[0]:  # the command is there: what it needs of the rest, it imports itself
-            break
-        import_(name)
     line = sys.stdin.readline()
     if not line:
         return
@@ -50,11 +46,6 @@ def main() -> None:
     elif rest:
         sys.argv, sys.path[0] = rest, os.path.dirname(os.path.abspath(rest[0]))
         runpy.run_path(rest[0], run_name="__main__")
-
-
-def import_(name: str) -> None:
-    with contextlib.suppress(Exception):  # the command itself will say so, if it needs it
-        __import__(name)
 
 
 def installed() -> "list[str]":
