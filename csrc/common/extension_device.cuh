@@ -277,6 +277,26 @@ FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, fa
   namespace std {                                                                                        \
   using ::f;                                                                                             \
   }
+// In C++ these are bool; NVRTC's are int.
+#define FLEXOPS_PREDICATE(f)                                                               \
+  __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }      \
+  __host__ __device__ __forceinline__ bool flexops_##f(double x) { return f(x) != 0; }     \
+  template <class T>                                                                       \
+  __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, bool> flexops_##f(T x) { \
+    return f(static_cast<double>(x)) != 0;                                                 \
+  }                                                                                        \
+  namespace std {                                                                          \
+  using ::flexops_##f;                                                                     \
+  }
+FLEXOPS_PREDICATE(isnan)
+FLEXOPS_PREDICATE(isinf)
+FLEXOPS_PREDICATE(isfinite)
+FLEXOPS_PREDICATE(signbit)
+#undef FLEXOPS_PREDICATE
+#define isnan flexops_isnan
+#define isinf flexops_isinf
+#define isfinite flexops_isfinite
+#define signbit flexops_signbit
 __host__ __device__ __forceinline__ float flexops_pow(float x, float y) { return powf(x, y); }
 __host__ __device__ __forceinline__ double flexops_pow(double x, double y) { return pow(x, y); }
 #define pow flexops_pow
@@ -296,15 +316,11 @@ namespace std {
 using ::abs;
 using ::fma;
 using ::ilogb;
-using ::isfinite;
-using ::isinf;
-using ::isnan;
 using ::ldexp;
 using ::llrint;
 using ::llround;
 using ::lrint;
 using ::lround;
 using ::scalbn;
-using ::signbit;
 }  // namespace std
 // clang-format on

@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
+#include <math.h>  // C++'s, which has exp(float) outside of std, too, as nvcc has
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,6 +89,41 @@ cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
 }
 
 }  // namespace flexops_extension
+
+// <curand_kernel.h> names it in templates. Nothing defines it: a use on the host does not link.
+template <typename T>
+T __ldg(const T*);
+
+// nvcc gives host code these, too, of these types; of two floating point numbers the one that is no NaN.
+#define FLEXOPS_MIN_MAX(A, B, R)                                            \
+  inline R min(const A a, const B b) { return static_cast<R>(b) < static_cast<R>(a) ? static_cast<R>(b) : static_cast<R>(a); } \
+  inline R max(const A a, const B b) { return static_cast<R>(a) < static_cast<R>(b) ? static_cast<R>(b) : static_cast<R>(a); }
+#define FLEXOPS_MIN_MAX_WHOLE(T)                     \
+  FLEXOPS_MIN_MAX(T, T, T)                           \
+  FLEXOPS_MIN_MAX(unsigned T, unsigned T, unsigned T) \
+  FLEXOPS_MIN_MAX(T, unsigned T, unsigned T)         \
+  FLEXOPS_MIN_MAX(unsigned T, T, unsigned T)
+#define FLEXOPS_MIN_MAX_REAL(A, B, R, f)                                                        \
+  inline R min(const A a, const B b) { return __builtin_fmin##f(static_cast<R>(a), static_cast<R>(b)); } \
+  inline R max(const A a, const B b) { return __builtin_fmax##f(static_cast<R>(a), static_cast<R>(b)); }
+FLEXOPS_MIN_MAX_WHOLE(int)
+FLEXOPS_MIN_MAX_WHOLE(long)
+FLEXOPS_MIN_MAX_WHOLE(long long)
+FLEXOPS_MIN_MAX_REAL(float, float, float, f)
+FLEXOPS_MIN_MAX_REAL(double, double, double, )
+FLEXOPS_MIN_MAX_REAL(float, double, double, )
+FLEXOPS_MIN_MAX_REAL(double, float, double, )
+// glibc's own are of double alone, nvcc's of float, too.
+inline float exp10(float x) { return exp10f(x); }
+inline float j0(float x) { return j0f(x); }
+inline float j1(float x) { return j1f(x); }
+inline float jn(int n, float x) { return jnf(n, x); }
+inline float y0(float x) { return y0f(x); }
+inline float y1(float x) { return y1f(x); }
+inline float yn(int n, float x) { return ynf(n, x); }
+#undef FLEXOPS_MIN_MAX
+#undef FLEXOPS_MIN_MAX_WHOLE
+#undef FLEXOPS_MIN_MAX_REAL
 
 #pragma GCC visibility pop
 

@@ -44,6 +44,10 @@ KNOWN = frozenset(
     ]
 )
 
+# Which of the standard's macros nvcc has from the first line on, as extension_device.cuh has them; and which only once a header has been read.
+OF_MATHEMATICS = re.compile(r"M_\w+|INFINITY|NAN|(?:U?INT|LONG|LLONG)_(?:MAX|MIN)")
+OF_LIMITS = re.compile(r"U?INT(?:8|16|32|64)_(?:MAX|MIN|C)|(?:FLT|DBL)_\w+")
+
 # ---- what there is no surely faithful translation of ------------------------------------------------------------------------------------------
 
 _REFUSED = (
@@ -95,10 +99,11 @@ class Item(NamedTuple):
 
 
 class Macros(NamedTuple):
-    """Of all files: what each macro that stands for attributes is (``HD``: host device), and every name that is defined."""
+    """Of all files: what each macro that stands for attributes is (``HD``: host device), every name that is defined, and those that the command defines."""
 
     attributes: dict[str, frozenset[str]]
     defined: frozenset[str]
+    commands: frozenset[str] = frozenset()
 
 
 class File(NamedTuple):
@@ -170,7 +175,7 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
             name = re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text) if token.directive == "define" else None
             if name and "{" in token.text and attributes.get(name[1], frozenset()) & {"global", "device"}:
                 raise Unsplittable(f"the macro {name[1]}, which defines device code", file.path, token.line)
-    return Macros({name: value for name, value in attributes.items() if value}, defined | bodies.keys())
+    return Macros({name: value for name, value in attributes.items() if value}, defined | bodies.keys(), defined)
 
 
 def refuse(file: File) -> None:

@@ -19,7 +19,14 @@ from .cuda_tokens import Token, Unclear, brackets
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"
-_HOST_NAMES = {"__CUDACC__": "FLEXOPS_CUDACC", "__NVCC__": "FLEXOPS_CUDACC"}
+# What a half calls what nvcc defines in both of its passes: torch's headers must not see __CUDACC__ on the host, and NVRTC is no nvcc to CUDA's.
+_HOST_NAMES = {"__CUDACC__": "FLEXOPS_CUDACC", "__NVCC__": "FLEXOPS_CUDACC", "CUDA_VERSION": "CUDART_VERSION"}
+_DEVICE_NAMES = {"__NVCC__": "__CUDACC__", "CUDA_VERSION": "CUDART_VERSION"}
+# What is defined only once a header has been read, which NVRTC is not given.
+_OF_HEADERS = (
+    (re.compile(r"CUDA_VERSION"), re.compile(r"cuda\.h"), "#include <cuda.h>"),
+    (re.compile(r"TORCH_VERSION_\w+"), re.compile(r"torch/(?:extension|torch|all|version)\.h"), "#include <torch/version.h>"),
+)
 _MOST_TEXT = 4 * 2**20
 
 
@@ -73,6 +80,8 @@ class _Halves:
         self.kept: list[tuple[File, int]] = []
         self.dropped: dict[str, bool] = {}  # what is declared for the host alone, and whether that is a function
         self._declared: set[int] = set()
+        self._included: list[str] = []  # headers, and macros that are defined, in the order of the text
+        self._defined = set(macros.commands)
 
     def of(self, file: File) -> tuple[str, str]:
         reading.refuse(file)
@@ -106,20 +115,14 @@ class _Halves:
     def _directive(self, file: File, place: int, host: list[_Edit], device: list[_Edit]) -> None:
         token = file.tokens[place]
         if token.directive in ("if", "ifdef", "ifndef", "elif"):
-            plain = re.sub(r"//.*|/\*[\s\S]*?\*/", " ", token.text)
-            condition = plain.partition(token.directive)[2]
-            for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*", condition):
-                if name not in KNOWN and name not in self.macros.defined:
-                    raise Unsplittable(f"a condition on {name}, which nothing here defines", file.path, token.line)
-            renamed = re.sub("|".join(rf"\b{name}\b" for name in _HOST_NAMES), lambda match: _HOST_NAMES[match[0]], token.text)
-            if renamed != token.text:
-                host.append(_Edit(token.start, token.end, renamed))
+            self._condition(file, token, host, device)
         elif place in file.included:
             halves = self.of(file.included[place])
             for edits, text in zip((host, device), halves, strict=True):
                 edits.append(_Edit(token.start, token.end, f"{text}\n{_line(token.line + token.text.count(chr(10)) + 1, file.path)}"))
         elif token.directive == "include":
             name = re.match(r'#\s*include\s*[<"]([^>"]+)[>"]', token.text)
+            self._included.append(name[1] if name else "")
             if name is None or not FOR_BOTH.fullmatch(name[1]):  # a header of torch's, or one that includes this
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
             if name and not (FOR_BOTH.fullmatch(name[1]) or FOR_THE_HOST.fullmatch(name[1])):
@@ -127,8 +130,37 @@ class _Halves:
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
             for edits in (host, device):
                 edits.append(_Edit(token.start, token.end, _blank(token.text)))
-        elif token.directive == "define" and ("<<<" in token.text or "cudaFuncSetAttribute" in token.text):
-            host.append(_Edit(token.start, token.end, self._launching_macro(file, token)))
+        elif token.directive in ("define", "undef") and re.search(r"^#\s*\w+\s+NDEBUG\b", token.text):  # NVRTC's assert is there before the first line
+            raise Unsplittable(f"#{token.directive} NDEBUG", file.path, token.line)
+        elif token.directive == "define":
+            self._defined.update(re.findall(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text))
+            launching = "<<<" in token.text or "cudaFuncSetAttribute" in token.text
+            for edits, text, names in ((host, self._launching_macro(file, token) if launching else token.text, _HOST_NAMES), (device, token.text, _DEVICE_NAMES)):
+                if (renamed := _renamed(text, names)) != token.text:
+                    edits.append(_Edit(token.start, token.end, renamed))
+
+    def _condition(self, file: File, token: Token, host: list[_Edit], device: list[_Edit]) -> None:
+        """A condition must be true in both halves where it is under nvcc, which has read torch's headers for both."""
+        plain = re.sub(r"//.*|/\*[\s\S]*?\*/", " ", token.text)
+        guards = ""
+        for name in dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain.partition(token.directive)[2])):
+            if name not in KNOWN and name not in self.macros.defined:
+                raise Unsplittable(f"a condition on {name}, which nothing here defines", file.path, token.line)
+            for macro, header, wanted in _OF_HEADERS:
+                if macro.fullmatch(name) and not any(header.fullmatch(one) for one in self._included):
+                    raise Unsplittable(f"a condition on {name} without {wanted} above it", file.path, token.line)
+            if reading.OF_LIMITS.fullmatch(name):
+                raise Unsplittable(f"a condition on {name}, which a header may define", file.path, token.line)
+            if name not in KNOWN and name not in self._defined and not reading.OF_MATHEMATICS.fullmatch(name):
+                if token.directive == "elif":
+                    raise Unsplittable(f"a condition on {name} above what defines it", file.path, token.line)
+                what = f"{name} is defined by a header that device code has not been given: nvcc has to compile this"
+                guards += f"#ifdef {name}\n#error {what}\n#endif\n"
+        if guards:
+            host.append(_Edit(token.start, token.end, f"{guards}{_line(token.line, file.path)}\n{_renamed(token.text, _HOST_NAMES)}"))
+        for edits, names in ((host, _HOST_NAMES), (device, _DEVICE_NAMES)):
+            if (renamed := _renamed(token.text, names)) != token.text and not (guards and edits is host):
+                edits.append(_Edit(token.start, token.end, renamed))
 
     def _launching_macro(self, file: File, token: Token) -> str:
         head = re.match(r"#\s*define\s+\w+(\([^)]*\))?", token.text)
@@ -255,6 +287,10 @@ def _guarded(once: str, path: str, text: str) -> str:
         return f"{_line(1, path)}\n{text}"
     mark = "FLEXOPS_ONCE_" + "".join(letter if letter.isalnum() and letter.isascii() else f"_{ord(letter):x}_" for letter in once)
     return f"#ifndef {mark}\n#define {mark}\n{_line(1, path)}\n{text}\n#endif"
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    return re.sub("|".join(rf"\b{name}\b" for name in names), lambda match: names[match[0]], text)
 
 
 def _blank(text: str) -> str:

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -96,8 +97,8 @@ def load(
         is_python_module: import the result as a Python module; otherwise it is opened as a plain library, whose operators then are in ``torch.ops``.
         is_standalone: build an executable; needs ``is_python_module=False``.
         keep_intermediates: keep compiled objects in the cache, so that an edit of one of several sources compiles that one only.
-        device_compiler: what compiles ``.cu`` sources: ``nvcc``, ``nvrtc`` (without nvcc: docs/splitting.md says what it takes), or ``auto``: nvcc where one
-            matches torch, else nvrtc. By default what ``FLEXOPS_DEVICE_COMPILER`` says.
+        device_compiler: what compiles ``.cu`` sources: ``nvcc``, ``nvrtc`` (without nvcc: docs/splitting.md says what it takes), or ``auto``: nvrtc what
+            it takes, nvcc the rest, and what has a ``build_directory``. By default what ``FLEXOPS_DEVICE_COMPILER`` says.
 
     Returns:
         The module; or the path of the opened library; or, if ``is_standalone``, the path of the executable.
@@ -139,7 +140,22 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
     chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
     if verbose:
         chosen = chosen._replace(log="debug")
-    entry, programs = obtain(request, chosen._replace(pch="1") if precompile else chosen)
+    if precompile:
+        chosen = chosen._replace(pch="1")
+    if build_directory and _asked(request, chosen) == "auto" and toolchain.discover(chosen, device="cuda").cuda:
+        request = request._replace(device_compiler="nvcc")  # a library that lies elsewhere has to have its kernels in it
+    entry, programs = obtain(request, chosen)
+    try:
+        return _loaded(request, chosen, entry, programs, build_directory)
+    except (ExtensionImportError, ExtensionOpenError) as error:
+        if not programs or _asked(request, chosen) != "auto" or toolchain.discover(chosen, device="cuda").cuda is None:
+            raise
+        _say_nvcc(request, error, chosen)  # device code that the host's half declares and calls, say, for which nvcc has a body
+    entry, programs = obtain(request._replace(device_compiler="nvcc"), chosen)
+    return _loaded(request, chosen, entry, programs, build_directory)
+
+
+def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Program, ...], build_directory: str | Path | None) -> ModuleType | str:
     if chosen.record:
         from . import record
 
@@ -176,30 +192,74 @@ def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ..
     """The cache entry of an extension, built if it is not there; and the device code that its library asks for, if NVRTC compiles that."""
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
-    if request.with_cuda and (prepared := _without_nvcc(request, tools, chosen)):
-        from . import extension_nvrtc
-
-        entry = _built(prepared.request, prepared.tools, chosen, cache)
-        programs = extension_nvrtc.wanted_of(prepared.programs, entry.library)
-        try:
-            extension_nvrtc.compile_kernels(programs, cache, chosen)
-        except CompileError as error:
-            raise _of_extension(error) from error
-        return entry, programs
-    return _built(request, tools, chosen, cache), ()
+    asked = _asked(request, chosen)
+    torch = tools.torch
+    device_code = any(map(is_cuda, request.inputs)) or tools.cuda is None
+    if not (request.with_cuda and device_code) or asked == "nvcc" or torch is None or not torch.cuda:
+        return _built(request, tools, chosen, cache), ()
+    if asked == "nvrtc" or tools.cuda is None:
+        prepared = _without_nvcc(request, tools, chosen)
+        return _by_nvrtc(prepared, chosen, cache) if prepared else (_built(request, tools, chosen, cache), ())
+    return _by_either(request, tools, chosen, cache)
 
 
-def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> Prepared | None:
-    """The request as it is built without nvcc; None if nvcc builds it, or would have to and is not there.
+def _by_either(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache) -> tuple[Entry, tuple[Program, ...]]:
+    """NVRTC compiles what it surely compiles to what nvcc would; nvcc the rest, which one line tells. What nvcc has compiled stays so while it is as it was."""
+    plan, _ = _planned(request, tools, chosen)
+    if entry := cache.lookup(plan) or cache.fetch(plan):
+        return entry, ()
+    try:
+        if (prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)) is None:
+            raise ToolchainError("torch's own headers of CUDA's runtime are not there")
+        _require_alone(request, chosen)
+        return _by_nvrtc(prepared, chosen, cache)
+    except (ToolchainError, CompileError) as problem:
+        _say_nvcc(request, problem, chosen)
+    return _built(request, tools, chosen, cache, split=False), ()
 
-    Raises:
-        ToolchainError: there is no nvcc, and a source that needs it.
-    """
+
+def _require_alone(request: Request, chosen: Settings) -> None:
+    """Raises ``ToolchainError`` where nvcc's library is another one to its user than NVRTC's."""
+    if re.search(r"\d[af]\b", chosen.arch_list or ""):
+        raise ToolchainError(f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions that no other GPU has")
+    if toolchain.device_compiler(chosen).value is None:
+        raise ToolchainError("there is no NVRTC")
+
+
+def _say_nvcc(request: Request, problem: FlexopsError, chosen: Settings) -> None:
+    from .progress import say
+
+    reason = problem.what if isinstance(problem, ToolchainError) or not problem.found else problem.found.partition("\n")[0]
+    say(f"nvcc compiles extension {request.name}, NVRTC does not: {reason}", chosen.log)
+
+
+def _by_nvrtc(prepared: Prepared, chosen: Settings, cache: BuildCache) -> tuple[Entry, tuple[Program, ...]]:
+    from . import extension_nvrtc
+
+    entry = _built(prepared.request, prepared.tools, chosen, cache)
+    programs = extension_nvrtc.wanted_of(prepared.programs, entry.library)
+    try:
+        extension_nvrtc.compile_kernels(programs, cache, chosen)
+    except CompileError as error:
+        raise _of_extension(error) from error
+    return entry, programs
+
+
+def _asked(request: Request, chosen: Settings) -> str:
     asked = request.device_compiler or chosen.device_compiler
     if asked not in get_args(DeviceCompiler):
         raise ValueError(f"extension {request.name}: device_compiler is one of {', '.join(get_args(DeviceCompiler))}, not {asked!r}")
-    torch = tools.torch
-    if asked == "nvcc" or (asked == "auto" and tools.cuda) or torch is None or not torch.cuda:
+    return asked
+
+
+def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> Prepared | None:
+    """The request as it is built without nvcc; None if there is nothing to build it with.
+
+    Raises:
+        ToolchainError: a source or an argument is nvcc's.
+    """
+    asked, torch = _asked(request, chosen), tools.torch
+    if asked == "nvcc" or torch is None or not torch.cuda:
         return None
     from ..toolchain import runtime_headers
     from . import extension_nvrtc
@@ -240,7 +300,8 @@ def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
     return known
 
 
-def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache) -> Entry:
+def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache, *, split: bool = True) -> Entry:
+    """``split``: whether the advice after a long build may be to do without nvcc, which then was not tried."""
     plan, notes = _planned(request, tools, chosen)
     if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry
@@ -259,7 +320,7 @@ def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings,
         if isinstance(result.error, CompileError):
             raise _of_extension(result.error)
         entry = result.require()
-    if line := extension_advice.split_device_code(plan, request, result.seconds, without_nvcc=_splits(request, tools, chosen)):
+    if line := extension_advice.split_device_code(plan, request, result.seconds, without_nvcc=split and _splits(request, tools, chosen)):
         progress_lines.say(line, chosen.log)
     if chosen.log == "debug":
         _show_warnings(entry)

@@ -46,6 +46,9 @@ _FOR_DEVICE = re.compile(
 )
 _FOR_BOTH = re.compile(r"-[DU]\w.*")
 _FOR_HOST = re.compile(r"-O[0-3]|-g")
+_OWN_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_\d+[af]\b")  # whose instructions no other GPU has
+_LAUNCHES_ELSEWHERE = re.compile(r"-DCUDA_API_PER_THREAD_DEFAULT_STREAM\b")  # which nvcc's launches heed
+_NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 _FOR_THE_PREPROCESSOR = re.compile(r"-I|-include|-imacros|-i(?:system|quote|dirafter|prefix)|-[DU]$")
 
 
@@ -74,7 +77,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
         name, _, value = one.partition("=")
         if name in ("-Xcompiler", "--compiler-options"):
             pieces = [piece for piece in value.strip("\"'").split(",") if piece]
-            if strange := next((piece for piece in pieces if _FOR_THE_PREPROCESSOR.match(piece)), ""):
+            if strange := next((piece for piece in pieces if _FOR_THE_PREPROCESSOR.match(piece) or _LAUNCHES_ELSEWHERE.search(piece)), ""):
                 raise ToolchainError(f"the argument {one}: {strange} would change what the host alone reads", required="it without -Xcompiler")
             host += pieces
             device += [piece for piece in pieces if _FOR_BOTH.fullmatch(piece)]  # so does nvcc
@@ -85,14 +88,14 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             device.append(f"--std={value}")
         elif one.startswith("-I"):
             include.append(os.path.abspath(one[2:]))
-        elif _FOR_BOTH.fullmatch(one):
+        elif _FOR_BOTH.fullmatch(one) and not _LAUNCHES_ELSEWHERE.search(one):
             host.append(one)
             device.append(one)
         elif _FOR_DEVICE.fullmatch(one):
             device.append(f"--{one.lstrip('-')}")
         elif _FOR_HOST.fullmatch(one):
             host.append(one)
-        elif not _NO_MATTER.fullmatch(one):
+        elif _OWN_ARCHITECTURE.search(one) or not _NO_MATTER.fullmatch(one):
             raise ToolchainError(f"the argument {one} is nvcc's, and means nothing that is known to NVRTC", required="nvcc, or to do without it")
     return Flags(tuple(host), tuple(device), tuple(include))
 
@@ -114,6 +117,8 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
     Raises:
         ToolchainError: a source or an argument is nvcc's.
     """
+    if variable := next((name for name, _ in tools.environment if name in _NVCC_VARIABLES), ""):
+        raise ToolchainError(f"{variable} is set, which nvcc reads and NVRTC does not", required="nvcc, or to do without it")
     flags = flags_of(request.cuda_cflags)
     include = (*request.include_dirs, *flags.include_dirs)
     if request.is_standalone:

@@ -267,7 +267,7 @@ def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(tmp_path: 
     assert prepared.tools.cuda
     assert [program.source for program in prepared.programs] == [str(tmp_path / "one.cu")]
     with_nvcc = without_nvcc._replace(cuda=nvcc_toolkit)
-    assert extension._without_nvcc(request, with_nvcc, chosen) is None, "nvcc stays what compiles"
+    assert extension._without_nvcc(request, with_nvcc, chosen), "where there is an nvcc, too"
     assert extension._without_nvcc(request, with_nvcc, settings.Settings.from_environ({"FLEXOPS_DEVICE_COMPILER": "nvrtc"}))
     assert extension._without_nvcc(request._replace(device_compiler="nvrtc"), with_nvcc, chosen)
     assert extension._without_nvcc(request._replace(device_compiler="nvcc"), without_nvcc, chosen) is None
