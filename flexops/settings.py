@@ -64,8 +64,8 @@ class Settings(NamedTuple):
             there is a toolkit that matches torch. A package says it, so that what it holds does not hang on the machine that builds it.
         wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets libraries for every torch with the stable ABI,
             compiled by zig; empty for this machine's own compiler and torch.
-        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in ``flexops.load``: nvcc, nvrtc, or auto (default: nvcc where one matches
-            torch, else nvrtc).
+        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in ``flexops.load``: nvcc, nvrtc, or auto (default: nvrtc what it
+            takes, nvcc the rest where one matches torch).
         pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in the background, for the next kernel), 1 (before
             the first kernel compiles) or 0 (never: an image layer, say, should not carry their 800 MB).
         launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``; unset means whichever is found.

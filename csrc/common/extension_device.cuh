@@ -278,15 +278,15 @@ FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, fa
   using ::f;                                                                                             \
   }
 // In C++ these are bool; NVRTC's are int.
-#define FLEXOPS_PREDICATE(f)                                                               \
-  __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }      \
-  __host__ __device__ __forceinline__ bool flexops_##f(double x) { return f(x) != 0; }     \
-  template <class T>                                                                       \
+#define FLEXOPS_PREDICATE(f)                                                                                \
+  __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }                       \
+  __host__ __device__ __forceinline__ bool flexops_##f(double x) { return f(x) != 0; }                      \
+  template <class T>                                                                                        \
   __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, bool> flexops_##f(T x) { \
-    return f(static_cast<double>(x)) != 0;                                                 \
-  }                                                                                        \
-  namespace std {                                                                          \
-  using ::flexops_##f;                                                                     \
+    return f(static_cast<double>(x)) != 0;                                                                  \
+  }                                                                                                         \
+  namespace std {                                                                                           \
+  using ::flexops_##f;                                                                                      \
   }
 FLEXOPS_PREDICATE(isnan)
 FLEXOPS_PREDICATE(isinf)

@@ -95,15 +95,15 @@ template <typename T>
 T __ldg(const T*);
 
 // nvcc gives host code these, too, of these types; of two floating point numbers the one that is no NaN.
-#define FLEXOPS_MIN_MAX(A, B, R)                                            \
+#define FLEXOPS_MIN_MAX(A, B, R)                                                                                               \
   inline R min(const A a, const B b) { return static_cast<R>(b) < static_cast<R>(a) ? static_cast<R>(b) : static_cast<R>(a); } \
   inline R max(const A a, const B b) { return static_cast<R>(a) < static_cast<R>(b) ? static_cast<R>(b) : static_cast<R>(a); }
-#define FLEXOPS_MIN_MAX_WHOLE(T)                     \
-  FLEXOPS_MIN_MAX(T, T, T)                           \
+#define FLEXOPS_MIN_MAX_WHOLE(T)                      \
+  FLEXOPS_MIN_MAX(T, T, T)                            \
   FLEXOPS_MIN_MAX(unsigned T, unsigned T, unsigned T) \
-  FLEXOPS_MIN_MAX(T, unsigned T, unsigned T)         \
+  FLEXOPS_MIN_MAX(T, unsigned T, unsigned T)          \
   FLEXOPS_MIN_MAX(unsigned T, T, unsigned T)
-#define FLEXOPS_MIN_MAX_REAL(A, B, R, f)                                                        \
+#define FLEXOPS_MIN_MAX_REAL(A, B, R, f)                                                                 \
   inline R min(const A a, const B b) { return __builtin_fmin##f(static_cast<R>(a), static_cast<R>(b)); } \
   inline R max(const A a, const B b) { return __builtin_fmax##f(static_cast<R>(a), static_cast<R>(b)); }
 FLEXOPS_MIN_MAX_WHOLE(int)

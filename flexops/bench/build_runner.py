@@ -181,7 +181,7 @@ class Runner:
             done = self._conventional_child({**request, "mode": "load", "cuda_home": str(self.cuda.root)}, self.one)
             return Spent(done["processor"], done["seconds"])
         cache, request["cuda"] = self.scratch / "flexops-edits", self.cuda.version.major_minor if self.cuda else ""
-        request["device_compiler"] = "nvrtc" if side == "nvrtc" else "nvcc"
+        request["device_compiler"] = "auto" if side == "nvrtc" else "nvcc"  # the default, which has no use for nvcc here
         done = self._flexops_child(request, self.one, cache, {"FLEXOPS_PCH": "auto" if (side, kind) == ("flexops", "cu") else "1"})
         return Spent(done["processor"], done["seconds"])
 

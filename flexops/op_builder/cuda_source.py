@@ -135,7 +135,8 @@ class _Halves:
         elif token.directive == "define":
             self._defined.update(re.findall(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text))
             launching = "<<<" in token.text or "cudaFuncSetAttribute" in token.text
-            for edits, text, names in ((host, self._launching_macro(file, token) if launching else token.text, _HOST_NAMES), (device, token.text, _DEVICE_NAMES)):
+            launcher = self._launching_macro(file, token) if launching else token.text
+            for edits, text, names in ((host, launcher, _HOST_NAMES), (device, token.text, _DEVICE_NAMES)):
                 if (renamed := _renamed(text, names)) != token.text:
                     edits.append(_Edit(token.start, token.end, renamed))
 

@@ -211,15 +211,15 @@ def _by_either(request: Request, tools: toolchain.model.Toolchain, chosen: Setti
     try:
         if (prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)) is None:
             raise ToolchainError("torch's own headers of CUDA's runtime are not there")
-        _require_alone(request, chosen)
+        _require_nvrtc(chosen)
         return _by_nvrtc(prepared, chosen, cache)
     except (ToolchainError, CompileError) as problem:
         _say_nvcc(request, problem, chosen)
     return _built(request, tools, chosen, cache, split=False), ()
 
 
-def _require_alone(request: Request, chosen: Settings) -> None:
-    """Raises ``ToolchainError`` where nvcc's library is another one to its user than NVRTC's."""
+def _require_nvrtc(chosen: Settings) -> None:
+    """Raises ``ToolchainError`` where NVRTC is not there, or not for the architectures that are asked for."""
     if re.search(r"\d[af]\b", chosen.arch_list or ""):
         raise ToolchainError(f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions that no other GPU has")
     if toolchain.device_compiler(chosen).value is None:

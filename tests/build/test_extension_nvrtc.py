@@ -278,6 +278,51 @@ def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(tmp_path: 
         extension._without_nvcc(request._replace(device_compiler="gcc"), without_nvcc, chosen)
 
 
+NAMES = ("taken", "placed", "refused", "uncompilable")
+AUTO = """
+def auto(name):
+    before = len(log())
+    module = load(name, device_compiler="auto")
+    if module is not None:
+        module.gather(3)
+        said[name] = len(log()) - before  # launches by the driver's own call, as NVRTC's are
+"""
+
+
+@pytest.mark.usefixtures("nvcc_toolkit")
+def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world: World) -> None:
+    """What the splitter refuses, what g++ does not take, what does not open, and what belongs elsewhere: nvcc's, by a line that says why."""
+    said = world.run(AUTO + """
+auto("taken")
+Path(os.environ["STAND_IN_LOG"]).unlink()
+load("placed", device_compiler="auto", build_directory=str(folder / "placed"))
+edit("__device__ int calls;", "__device__ int calls;\\n__constant__ float table[4];")
+load("refused", device_compiler="auto")
+edit("__device__ int calls;", "__device__ float deep() { return 1; }\\n__device__ int calls;")
+edit("__constant__ float table[4];", "static float root = rsqrtf(4.f);")
+load("uncompilable", device_compiler="auto")
+""", FLEXOPS_LOG="info", FLEXOPS_PCH="0")
+    assert "error" not in said, said["error"]
+    assert said["taken"] > 5
+    told = {name: [line for line in said["stderr"].splitlines() if f"nvcc compiles extension {name}, NVRTC does not: " in line] for name in NAMES}
+    line = KERNELS.splitlines().index("__device__ int calls;") + 2
+    assert not told["taken"]
+    assert not told["placed"]
+    assert f"points.cu, line {line}, needs nvcc: a variable in constant or managed memory (__constant__)" in told["refused"][0]
+    assert f"points.cu:{line + 1}:" in told["uncompilable"][0]
+    assert "rsqrtf" in told["uncompilable"][0]
+    assert [len(lines) for lines in told.values()] == [0, 0, 1, 1]
+    said = world.run('load("uncompilable", device_compiler="auto")', FLEXOPS_LOG="info", FLEXOPS_JIT="0")
+    assert "error" not in said, "what nvcc has compiled is in the cache"
+    assert "compiles" not in said["stderr"]
+    said = world.run("""
+edit("static float root = rsqrtf(4.f);", "__host__ __device__ float both() { return deep(); }")
+load("unopened", device_compiler="auto")
+""", FLEXOPS_LOG="info", FLEXOPS_PCH="0")
+    assert "nvcc compiles extension unopened, NVRTC does not: deep()" in said["stderr"]
+    assert 'calling a __device__ function("deep()")' in said["error"], "an error of the user's own is nvcc's to tell"
+
+
 def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(tmp_path: Path, without_nvcc: Toolchain) -> None:
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
     with pytest.raises(ToolchainError) as caught:
@@ -286,6 +331,9 @@ def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(tmp_path: P
     assert error.what == "extension one: one.cu, line 2, needs nvcc: a variable in constant or managed memory (__constant__)"
     assert error.found.startswith("no nvcc")
     assert "cuda-toolkit[nvcc" in error.fix or "cuda-nvcc" in error.fix
+    flagged = without_nvcc._replace(environment=(("NVCC_APPEND_FLAGS", "-use_fast_math"),))
+    with pytest.raises(ToolchainError, match="NVCC_APPEND_FLAGS"):
+        extension._without_nvcc(_request(tmp_path, "__global__ void k() {}"), flagged, settings.Settings.from_environ({}))
     for wrong in ({"cuda_cflags": ("-rdc=true",)}, {"is_standalone": True, "is_python_module": False}):
         with pytest.raises(ToolchainError):
             extension._without_nvcc(_request(tmp_path, "__global__ void k() {}", **wrong), without_nvcc, settings.Settings.from_environ({}))
@@ -401,6 +449,7 @@ void f() { halves<at::Half><<<1, 1>>>(nullptr, nullptr, 1.f); halves<at::BFloat1
 def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
     """pow(float, int) is a double in C++, of whole numbers all are: NVRTC alone knows neither."""
     one = ["acos", "cbrt", "ceil", "cos", "erf", "exp", "exp2", "fabs", "floor", "log", "log10", "log2", "rint", "round", "sin", "sqrt", "tan", "tanh"]
+    one += ["isnan", "isinf", "isfinite", "signbit"]  # of whole numbers, too: nvcc has them for host code
     two = ["atan2", "copysign", "fmax", "fmin", "fmod", "hypot", "pow"]
     calls = [f"{name}({x})" for name in one for x in "fdil"] + [f"{name}({x}, {y})" for name in two for x in "fdil" for y in "fdil"]
     calls += [f"{name}({x}, {x})" for name in ("min", "max") for x in "fdil"]
@@ -412,6 +461,31 @@ def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path: Pa
     stored = [re.findall(r"st\.global|mov\.[ub]\d+\s.*", ptx) for ptx in ((tmp_path / "nvrtc.ptx").read_text(), theirs)]
     assert stored[0].count("st.global") == len(calls)
     assert stored[0] == stored[1]
+
+
+def test_mathematics_on_the_host_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit, host_compiler: HostCompiler) -> None:
+    """Outside of std: exp(float) is a float to nvcc, and min and max are there."""
+    one = ["ceil", "exp", "exp10", "floor", "j0", "log", "round", "sqrt", "tanh", "y1", "isnan", "signbit", "abs"]
+    calls = [f"{name}({x})" for name in one for x in "fd"] + [f"{name}({x}, {y})" for name in ("pow", "fmod", "hypot") for x in "fd" for y in "fdi"]
+    pairs = ["f, f", "d, d", "f, d", "d, f", "i, i", "u, u", "i, u", "u, i", "l, l", "l, 7ul", "7ul, l", "7ll, -3ll", "7ull, -3ll", "NAN, f", "f, NAN"]
+    calls += [f"{name}({pair})" for name in ("min", "max") for pair in pairs]
+    printed = "".join(f'  std::printf("%zu %.17g\\n", sizeof({call}), double({call}));\n' for call in calls)
+    variables = "  float f = 0.7f;\n  double d = 1.3;\n  int i = -3;\n  unsigned u = 7;\n  long l = -5;\n"
+    text = f"#include <cmath>\n#include <cstdio>\nint main() {{\n{variables}{printed}}}\n"
+    (tmp_path / "host.cpp").write_text(f"#include <common/extension_launch.h>\n{text}")
+    (tmp_path / "host.cu").write_text(text)
+    flags = [*(f"-I{path}" for path in nvcc_toolkit.include_dirs), f"-I{layout.csrc_root()}", "-std=c++17"]
+    libraries = [str(next(path for folder in nvcc_toolkit.library_dirs for path in folder.glob("libcudart_static.a"))), "-ldl", "-lrt", "-lpthread"]
+    commands = {
+        "host": [str(host_compiler.path), *flags, str(tmp_path / "host.cpp"), *libraries],
+        "nvcc": [str(nvcc_toolkit.nvcc.path), "-ccbin", str(host_compiler.path), "-std=c++17", "-cudart=none", str(tmp_path / "host.cu"), *libraries],
+    }
+    said = {}
+    for name, command in commands.items():
+        subprocess.run([*command, "-o", str(tmp_path / name)], check=True, capture_output=True)
+        said[name] = subprocess.run([str(tmp_path / name)], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(said["host"]) == len(calls)
+    assert dict(zip(calls, said["host"], strict=True)) == dict(zip(calls, said["nvcc"], strict=True))
 
 
 def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:

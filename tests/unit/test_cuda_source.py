@@ -230,6 +230,33 @@ def test_conditions_are_kept_where_their_code_is_not() -> None:
         assert half.count("#endif") == 2
 
 
+def test_what_nvcc_defines_for_both_halves_is_defined_in_both() -> None:
+    """CUDA_VERSION is <cuda.h>'s, which NVRTC has not read; __NVCC__ is nvcc's alone; a macro may ask for either."""
+    found = halves("""#include <cuda.h>
+#define BY_CUDA defined(__CUDACC__)
+#if CUDA_VERSION >= 12000 && defined(__NVCC__) && BY_CUDA
+__device__ int kept;
+#endif
+""")
+    for half, name in ((found.host, "FLEXOPS_CUDACC"), (found.device, "__CUDACC__")):
+        assert f"#define BY_CUDA defined({name})\n#if CUDART_VERSION >= 12000 && defined({name}) && BY_CUDA\n__device__ int kept;" in half
+
+
+def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler() -> None:
+    """Torch's headers would define it for nvcc's device code, and NVRTC has not read them."""
+    found = halves("#include <torch/extension.h>\n#ifndef LANES\n#define LANES 4\n#endif\n#ifdef LANES\n__device__ int kept[LANES];\n#endif\n")
+    guard = "#ifdef LANES\n#error LANES is defined by a header that device code has not been given: nvcc has to compile this\n#endif\n"
+    assert f'{guard}#line 2 "scale.cu"\n#ifndef LANES\n#define LANES 4' in found.host
+    assert found.host.count("#error") == 1, "from there on it is the source's own"
+    assert "#error" not in found.device
+    assert "#error" not in halves("#ifndef M_PI\n#define M_PI 3.14159\n#endif\n").host, "nvcc has that from the first line on"
+    commanded = split("scale.cu", "#ifndef LANES\n#define LANES 4\n#endif\n", (), 0, frozenset(["LANES"]))
+    assert "#error" not in commanded.host, "the command's are both halves'"
+    with pytest.raises(Unsplittable, match="above what defines it"):
+        halves("#if defined(__CUDACC__)\n#elif LANES > 2\n#endif\n#define LANES 4\n")
+    assert "#error" not in halves("#include <torch/extension.h>\n#if TORCH_VERSION_MAJOR > 1\n#endif\n").host
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +289,11 @@ def test_conditions_are_kept_where_their_code_is_not() -> None:
         ('struct Mine {\n#include <body>\n};', "an #include within a declaration"),
         ("struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }", "mine in device code"),
         ("struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x = Mine::n; }", "n in device code"),
+        ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
+        ("#if TORCH_VERSION_MAJOR > 1", "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>"),
+        ("#if FLT_MAX", "a condition on FLT_MAX"),
+        ("#define NDEBUG", "#define NDEBUG"),
+        ("#undef NDEBUG", "#undef NDEBUG"),
         ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
     ],
 )
@@ -310,6 +342,7 @@ def test_nvccs_arguments_are_told_apart() -> None:
     for wrong in ("-I/y", "-include", "-isystem"):
         with pytest.raises(ToolchainError, match=wrong):
             flags_of(["-Xcompiler", f"-Wall,{wrong}"])
-    for wrong in ("-rdc=true", "-dc", "--default-stream=per-thread", "-include", "--relocatable-device-code=true"):
+    refused = ("-rdc=true", "-dc", "--default-stream=per-thread", "-include", "--relocatable-device-code=true", "-arch=sm_90a")
+    for wrong in (*refused, "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):
             flags_of([wrong])
