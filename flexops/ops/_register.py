@@ -179,6 +179,11 @@ def has_gradient(op: Any) -> bool:
     return op in _differentiable and op not in _refusing
 
 
+def refusal_of(op: Any) -> Callable[..., None]:
+    """What raises for arguments that the op's ``check`` does not take."""
+    return _parts[op.name()].refuse
+
+
 def guard_gradient(op: Any) -> None:
     """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
     it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from flexops._torch import FakeTensorMode
+from flexops._torch import FakeTensorMode, schema_of
 from flexops.bench.reference import OnReference
+from flexops.ops import _register
 
 from .accuracy import compared, write
 from .case import Case, Make, Result, argument_name, is_float, only, tensors_of
 from .comparing import ROUNDING, assert_near, assert_same, numbers_of
 from .isa import at_each_isa, every_level
 from .layouts import LAYOUTS, laid_out, layouts_of
-from .running import cast, run
+from .running import cast, forward_calls, other_values, results_and_written, run
 
 
 class Results:
@@ -32,6 +35,32 @@ class Results:
                     assert_near(actual, expected, case.rounding, what=f"{shape}")
                 assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
                 assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+
+    def test_other_numbers(self, case: Case, device: str) -> None:
+        """Each number and each switch that an operator is given, once with another value: a kernel may have the case's own written into it."""
+        for op, args in forward_calls(case, device):
+            positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
+            call = functools.partial(results_and_written, op)
+            for number, argument in enumerate(schema_of(op).arguments[: len(args)]):
+                for value in other_values(str(argument.type), args[number]):
+                    changed = (*args[:number], value, *args[number + 1 :])
+                    try:
+                        _register.refusal_of(op)(*changed)
+                        with OnReference():
+                            expected = run(call, changed, positions)
+                    except Exception:  # a value that the operator has no meaning for
+                        continue
+                    for isa in at_each_isa(device):
+                        with isa:
+                            try:
+                                actual = run(call, changed, positions)
+                            except RuntimeError as error:
+                                if re.match(r"\w+::\w+: .* must ", str(error)) is None:
+                                    raise
+                                break  # a binding's own refusal
+                            assert_near(actual, expected, case.rounding, what=f"{op}, {argument.name}={value!r}")
+                    else:
+                        break
 
     @only(lambda case: case.accuracy)
     def test_accuracy(self, case: Case, device: str, dtype: torch.dtype) -> None:

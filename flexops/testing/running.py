@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexops._torch import TorchDispatchMode, tree_map
+from flexops._torch import TorchDispatchMode, schema_of, tree_map
 from flexops.ops import _register
 
 from .case import Args, Case, Make, Result, Shape, is_float, tensors_of
@@ -70,6 +70,22 @@ def run_in_place(case: Case, args: Args, given: list[Tensor]) -> Result:
     return Result(tuple(output.detach() for output in outputs), gradients)
 
 
+def results_and_written(op: Any, *args: Any) -> tuple[Tensor, ...]:
+    """What a call of ``op`` gives, and what it writes, which is copied before."""
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(op).arguments]
+    args = tuple(tree_map(_detached, arg) if write else arg for arg, write in zip(args, written, strict=False))
+    return (*tensors_of(op(*args)), *tensors_of([arg for arg, write in zip(args, written, strict=False) if write]))
+
+
+def other_values(kind: str, value: object) -> tuple[object, ...]:
+    """For an argument of this type in a schema, values near the given one, of which an operator may accept some."""
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int) and "int" in kind.lower():
+        return (value + 1, value - 1, value * 2)
+    return (value * 0.75 + 0.1, value * 0.75) if isinstance(value, (int, float)) else ()
+
+
 class Recorder(TorchDispatchMode):
     """Keeps each call of an operator that is registered through flexops, with the arguments as they were."""
 
@@ -97,6 +113,15 @@ def opchecks(args: Args) -> Sequence[str]:
     """Which of opcheck's parts can be run: its check of the schema compares arguments by a function that torch has not for fp8."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     return parts[1:] if any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.element_size() == 1 for arg in args) else parts
+
+
+def forward_calls(case: Case, device: str) -> list[tuple[Any, Args]]:
+    """The operators that the case itself calls, each once, with arguments by position."""
+    with Recorder() as recorder:
+        case.call(*copies(case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable))
+    calls = {str(op): (op, args, kwargs) for op, args, kwargs in recorder.calls if op.name() not in _register.public}
+    named = [(op, args, [argument.name for argument in schema_of(op).arguments[len(args) :]], kwargs) for op, args, kwargs in calls.values()]
+    return [(op, (*args, *(kwargs[name] for name in names if name in kwargs))) for op, args, names, kwargs in named]
 
 
 def recorded(case: Case, device: str, *, dtype: torch.dtype | None = None, shape: Shape | None = None) -> list[tuple[Any, Args, dict[str, Any]]]:

@@ -133,6 +133,35 @@ def test_a_kernel_that_hides_what_is_not_finite_is_found(kernel: Callable[[Tenso
             Contract().test_not_finite(case, device="cpu")
 
 
+def turned(x: Tensor, factor: float, power: int, negate: bool) -> Tensor:
+    if power > 3:
+        raise ValueError("no such power")  # so that this is no value to compare at
+    return (-x if negate else x) * factor * power
+
+
+WRITTEN_IN: dict[str, Callable[..., Tensor]] = {
+    "factor": lambda x, _, power, negate: turned(x, 2.0, power, negate),
+    "power": lambda x, factor, _, negate: turned(x, factor, 3, negate),
+    "negate": lambda x, factor, power, _: turned(x, factor, power, False),
+}
+
+
+@pytest.mark.parametrize("argument", WRITTEN_IN)
+def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(argument: str, native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("activation", "cpu")
+    if not hasattr(torch.ops.contract_faults, "turned"):
+        schema = "turned(Tensor x, float factor, int power, bool negate) -> Tensor"
+        _register.define("x", schema, turned, lambda x, *_: torch.empty_like(x), native=False, project=Project("contract_faults", Path()))
+    op = torch.ops.contract_faults.turned
+    case = Case("turned", "activation", lambda x: op(x, 2.0, 3, False), weights, oracle=lambda x: x * 6.0, devices=("cpu",))
+    Contract().test_other_numbers(case, device="cpu")
+    with torch.library._scoped_library("contract_faults", "IMPL") as library:
+        library.impl("turned", WRITTEN_IN[argument], "CPU")
+        Contract().test_native_is_what_the_reference_is(case, device="cpu", dtype=torch.float32)  # which does not see it
+        with pytest.raises(AssertionError, match=f"turned.*, {argument}="):
+            Contract().test_other_numbers(case, device="cpu")
+
+
 def test_what_a_class_leaves_out_those_derived_from_it_have() -> None:
     class Helpers(Contract):
         pass
