@@ -40,6 +40,25 @@ def on_cpu(tensors: Sequence[Any]) -> bool:
     return not tensors or not isinstance(tensors[0], Tensor) or tensors[0].is_cpu
 
 
+def resolving_negatives(op: Any, *args: Any, **numbers: Any) -> Any:
+    """``op(*args, **numbers)``, also where a tensor of a list has torch's negative bit, as what comes from ``.imag`` of a conjugate may: torch sees to that
+    before it calls a kernel, but not in lists that are written."""
+    try:
+        return op(*args, **numbers)
+    except RuntimeError:
+        lists = [arg for arg in args if isinstance(arg, list)]
+        negative = {id(tensor): tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_neg()}
+        if not negative:
+            raise
+    resolved = {key: tensor.resolve_neg() for key, tensor in negative.items()}
+    args = tuple([resolved.get(id(item), item) for item in arg] if isinstance(arg, list) else arg for arg in args)
+    result = op(*args, **numbers)
+    for key, tensor in negative.items():
+        if all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):  # an expanded one is only read
+            tensor.copy_(resolved[key])
+    return result
+
+
 def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]) -> Any:
     """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in it there is nothing to do.
 
@@ -50,7 +69,7 @@ def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Calla
         return check()
     try:
         with torch.no_grad():
-            result = op(*args)
+            result = resolving_negatives(op, *args)
     except (RuntimeError, TypeError, ValueError):
         check()
         raise

@@ -57,6 +57,9 @@ def adam_(
     elements in the same order without gaps, each costs a copy. On CUDA the step runs on the current stream, never waits for the device and can be
     captured in a CUDA graph.
 
+    Native kernels take ``lr * weight_decay * param`` off a parameter, as torch's fused kernel for CUDA does: with decoupled decay, an element that is
+    infinite becomes NaN. It stays infinite in plain PyTorch, as in torch's other implementations.
+
     Args:
         params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
         grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.

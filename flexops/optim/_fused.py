@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import below_autograd, builtin, not_compiled
-from ..ops._multi_tensor import PARAM_DTYPES, split_lr
+from ..ops._multi_tensor import PARAM_DTYPES, resolving_negatives, split_lr
 from ..ops._register import is_distributed
 
 _NONE = type(None)
@@ -297,7 +297,7 @@ def _index(things: list[Any], one: Any) -> int:
 def run(op: Any, *args: Any, **numbers: Any) -> Any:
     """``op(*args, **numbers)``, less autograd's look at every tensor: ``step`` records nothing."""
     with below_autograd():
-        return builtin(op)(*args, **numbers)
+        return resolving_negatives(builtin(op), *args, **numbers)
 
 
 def full_state(param: Tensor, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,8 +15,8 @@ A test file says what an operator is, once for each way to call it, and gets the
 
 The promises: ``torch.library.opcheck``; ``torch.compile(fullgraph=True)`` with fixed and with any sizes, forward and backward; gradcheck in float64 on
 the reference; native results and gradients as the reference and float64 have them, at every level of instructions that the CPU has, with an error no
-larger than torch's own kernel's; the same with other numbers and switches than the case gives, one at a time; autocast; any strides, broadcast, misaligned and empty tensors; NaN and infinities; the same bits twice; refusals that name
-the argument; CUDA graphs, streams, several GPUs, more than 2^31 elements.
+larger than torch's own kernel's; the same with other numbers and switches than the case gives, one at a time; autocast; any strides, broadcast, misaligned
+and empty tensors; NaN and infinities; the same bits twice; refusals that name the argument; CUDA graphs, streams, several GPUs, more than 2^31 elements.
 
 Each of the classes that it is put together from holds operators to one thing; what they compute, to the same at each level. ``accuracy`` has tables of errors.
 """

@@ -513,3 +513,53 @@ def test_clipping_within_the_step_is_kept_and_refuses() -> None:
     number.grad = torch.ones_like(number)
     with pytest.raises(ValueError, match="max_norm does not clip complex gradients"):
         optim.AdamW([number], max_norm=1.0).step()
+
+
+@ON_BOTH
+def test_an_infinite_element_under_decoupled_decay(device: str, native_kernels: Any) -> None:
+    """As torch's fused kernel for CUDA has it, which takes an infinity from an infinity; the reference multiplies. Finite ones are the same."""
+    native_kernels("adam", device)
+
+    def stepped(optimizer: Any, **options: Any) -> Tensor:
+        param = torch.nn.Parameter(torch.tensor([float("inf"), 1.0, -float("inf"), -2.0], device=device))
+        param.grad = torch.ones_like(param)
+        optimizer([param], lr=0.1, weight_decay=0.1, **options).step()
+        return param.detach()
+
+    native = stepped(optim.AdamW)
+    with OnReference():
+        reference = stepped(optim.AdamW)
+    assert native.isnan().tolist() == [True, False, True, False]
+    assert reference.isinf().tolist() == [True, False, True, False]
+    torch.testing.assert_close(native[1::2], reference[1::2])
+    if device == "cuda":
+        torch.testing.assert_close(native, stepped(torch.optim.AdamW, fused=True), equal_nan=True)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("optimizer", [optim.Adam, optim.AdamW, optim.Lion, optim.Adagrad, optim.LAMB, optim.AdamW8bit])
+@pytest.mark.parametrize("whose", ["gradient", "parameter"])
+def test_tensors_with_the_negative_bit(optimizer: Any, whose: str, device: str) -> None:
+    def stepped(negate: Any) -> tuple[Tensor, Tensor | None]:
+        generator = torch.Generator().manual_seed(3)
+        value, grad = (torch.randn(8, 9, generator=generator).to(device) for _ in range(2))
+        param = (negate(-value) if whose == "parameter" else value).requires_grad_()
+        param.grad = negate(-grad) if whose == "gradient" else grad
+        optim.clip_grad_norm_([param], 1.0)
+        step = optimizer([param], lr=0.1)
+        step.step()
+        step.step()
+        return param.detach().resolve_neg(), param.grad.resolve_neg()
+
+    for actual, expected in zip(stepped(torch._neg_view), stepped(torch.neg), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@ON_BOTH
+def test_gradients_with_the_negative_bit_are_unscaled_where_they_lie(device: str) -> None:
+    grad = torch._neg_view(torch.full((4,), -6.0, device=device))
+    param, *states = (torch.zeros(4, device=device) for _ in range(3))
+    steps = [torch.zeros((), device=device)]
+    flexops.adam_([param], [grad], [states[0]], [states[1]], [], steps, lr=0.1, grad_scale=torch.full((), 2.0, device=device))
+    assert grad.tolist() == [3.0] * 4
+    assert param.tolist() == pytest.approx([-0.1] * 4)
