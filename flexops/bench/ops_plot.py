@@ -59,7 +59,6 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FlexopsError("a chart needs matplotlib", found=str(error), fix="pip install matplotlib") from error
-    matplotlib.rcParams["svg.hashsalt"] = "flexops"
     rows = {measure: panels for measure in MEASURES if (panels := _panels(results, measure))}
     tallest = [max(map(len, panels.values())) for panels in rows.values()] or [1]
     wide = max(map(len, rows.values()), default=1)
@@ -74,7 +73,8 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
         figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=min(len(handles), 4), fontsize=8, frameon=False)
     figure.supxlabel("\n".join(textwrap.wrap(note, 210)), fontsize=7, color="#57606a", x=0.01, ha="left")
     try:
-        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+        with matplotlib.rc_context({"svg.hashsalt": "flexops"}):
+            figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise FlexopsError("the chart cannot be written", found=f"{file}: {error}", required="a .png, .svg or .pdf in a writable directory") from error
 
