@@ -60,6 +60,8 @@ class Settings(NamedTuple):
         jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
         log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
         aot: ``FLEXOPS_AOT``: ops that an install compiles in: nothing, ``all`` or names.
+        aot_dir: ``FLEXOPS_AOT_DIR``: the folder that is searched for flexops' own libraries compiled
+            ahead of time, such as what ``flexops build --out`` wrote; None for the package's own.
         aot_devices: ``FLEXOPS_AOT_DEVICES``: device types that it compiles them for, such as ``cpu`` or ``cpu,cuda``; unset means cpu, and cuda where
             there is a toolkit that matches torch. A package says it, so that what it holds does not hang on the machine that builds it.
         wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets libraries for every torch with the stable ABI,
@@ -107,6 +109,7 @@ class Settings(NamedTuple):
     virtual_env: Path | None = None
     cuda_visible_devices: str | None = None
     cuda_device_order: str = "FASTEST_FIRST"
+    aot_dir: Path | None = None
     aot_devices: tuple[AotDevice, ...] = ()
     wheel: Machine | Literal[""] = ""
     pch: Precompile = "auto"
@@ -150,6 +153,7 @@ class Settings(NamedTuple):
             virtual_env=_path(environ, "VIRTUAL_ENV"),
             cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
             cuda_device_order=get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
+            aot_dir=_path(environ, "FLEXOPS_AOT_DIR"),
             aot_devices=_devices(get("FLEXOPS_AOT_DEVICES", "")),
             wheel=cast(Machine, _choice(environ, "FLEXOPS_WHEEL", "", ("", *get_args(Machine)))),
             compile_timeout=_whole(environ, "FLEXOPS_COMPILE_TIMEOUT", 0, _DEFAULT_TIMEOUT),

@@ -6,6 +6,7 @@ and a failure where ``FLEXOPS_TEST_REQUIRE=1`` (CI sets it): there the suite's e
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -36,8 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = os.environ.get("FLEXOPS_TEST_CACHE")  # for working on one test: what it compiles is found again in the next run
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
     os.environ["FLEXOPS_CACHE_DIR"] = os.environ["FLEXOPS_TEST_CACHE"] = cache  # the latter for pytest-xdist's workers, which have the cache in common
+    if _is_checkout():  # what setup compiled into its flexops/_aot is not searched
+        os.environ["FLEXOPS_AOT_DIR"] = os.path.join(cache, "no-aot")
     if not kept:
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+
+
+def _is_checkout() -> bool:
+    """Whether flexops is imported from a checkout: an installed package holds its sources itself."""
+    found = importlib.util.find_spec("flexops")
+    return bool(found and found.origin) and not (Path(found.origin).parent / "_csrc").is_dir()
 
 
 @pytest.hookimpl(optionalhook=True)

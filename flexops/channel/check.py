@@ -170,7 +170,7 @@ def findings(report: dict[str, Any]) -> tuple[str, ...]:
 
 def activated(prefix: Path) -> dict[str, str]:
     """This environment, as activating ``prefix`` would leave it; what belongs to the running Python is left out."""
-    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV")
+    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_DEFAULT_ENV", "FLEXOPS_AOT_DIR")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**kept, "CONDA_PREFIX": str(prefix), "PATH": f"{prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 

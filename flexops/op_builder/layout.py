@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .. import settings
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -34,4 +36,4 @@ AOT = "_aot"
 
 def aot_root() -> Path:
     """flexops' own: ``<root>/<op>-<device>/{manifest.json, lib.so}``; it need not exist."""
-    return _PACKAGE / AOT
+    return settings.current().aot_dir or _PACKAGE / AOT

@@ -101,7 +101,10 @@ flexops.optim.AdamW([parameter], lr=0.1).step()
 status = next(status for status in flexops.status() if (status.op, status.device) == ("adam", "cpu"))
 print(json.dumps({"backend": status.backend, "path": str(status.path), "reason": status.reason, "value": parameter[0].item()}))
 """
-    environment = child_environment(PYTHONPATH=str(site), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", FLEXOPS_CACHE_DIR=str(tmp_path / "no-cache"))
+    environment = child_environment(
+        PYTHONPATH=str(site), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", FLEXOPS_AOT_DIR=None,
+        FLEXOPS_CACHE_DIR=str(tmp_path / "no-cache"),
+    )  # fmt: skip
     used = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert used.returncode == 0, used.stderr
     told = json.loads(used.stdout)

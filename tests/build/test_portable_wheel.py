@@ -62,7 +62,10 @@ def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches
     shutil.copytree(REPOSITORY / "flexops", package, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
     shutil.copytree(REPOSITORY / "csrc", package / "_csrc")
     built = build("x86_64", package)
-    environment = child_environment(PYTHONPATH=str(package.parent), PATH="/nonexistent", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "empty"))
+    environment = child_environment(
+        PYTHONPATH=str(package.parent), PATH="/nonexistent", FLEXOPS_JIT="0", FLEXOPS_AOT_DIR=None,
+        FLEXOPS_CACHE_DIR=str(tmp_path / "empty"),
+    )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "params[0] must be float32, bfloat16 or float16, got int32" in done.stdout

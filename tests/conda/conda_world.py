@@ -38,7 +38,8 @@ class World:
 
     def flexops(self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT, limit: float = 900) -> subprocess.CompletedProcess[str]:
         """The command, as a user would run it."""
-        environment = {name: value for name, value in os.environ.items() if name != "CONDA_OVERRIDE_CUDA"}
+        unset = ("CONDA_OVERRIDE_CUDA", "FLEXOPS_AOT_DIR")  # the package's own libraries are searched
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import flexops
 from flexops.errors import SettingsError
-from flexops.settings import Settings, parse_size
+from flexops.op_builder import layout
+from flexops.settings import Settings, current, parse_size
 
 
 def read(**environ: str) -> Settings:
@@ -84,6 +86,18 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
 )
 def test_aot_names(text: str, names: tuple[str, ...]) -> None:
     assert read(FLEXOPS_AOT=text).aot == names
+
+
+def test_a_folder_of_libraries_compiled_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read().aot_dir is None
+    monkeypatch.delenv("FLEXOPS_AOT_DIR")
+    current.cache_clear()
+    assert layout.aot_root() == Path(flexops.__file__).parent / "_aot"
+    monkeypatch.setenv("FLEXOPS_AOT_DIR", "/libraries")
+    current.cache_clear()
+    assert layout.aot_root() == Path("/libraries")
+    monkeypatch.undo()
+    current.cache_clear()
 
 
 def test_familiar_variables_keep_their_meaning() -> None:
