@@ -82,6 +82,7 @@ print_plan() {
   fact "$TARGET" "$TARGET_REASON"
   [[ -z $TARGET_NOTES ]] || while read -r text; do note "$text"; done <<<"$TARGET_NOTES"
   say "${BOLD}What will be done$PLAIN"
+  [[ -z $COMPILER_FIX ]] || fact 'C++ compiler' "missing; install one first: $COMPILER_FIX"
   if [[ -n $UP_TO_DATE ]]; then
     fact environment "$PREFIX is as it should be: kept"
   else
@@ -233,9 +234,10 @@ drop_half_installed() {
   local path
   [[ -z $USE_CONDA ]] || return 0
   while read -r path; do
+    [[ -n $path ]] || continue
     note "half installed, so it is installed again: ${path##*/}"
     rm -rf -- "$path"
-  done < <("$(environment_python)" "$ROOT/scripts/lib/installed.py" "$ROOT" --half-installed)
+  done <<<"$("$(environment_python)" "$ROOT/scripts/lib/installed.py" "$ROOT" --half-installed)"
 }
 
 pip_install() {

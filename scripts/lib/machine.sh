@@ -64,8 +64,11 @@ look_for_tools() {
   tool_launcher='' tool_rejected='' tool_note='' tool_cpus='' tool_memory_bytes=''
   facts=$(cd "$ROOT" && "$BOOT_PYTHON" -m flexops.toolchain "${arguments[@]}")
   read_facts tool <<<"$facts"
-  [[ -n $tool_host || -n $USE_CONDA ]] || die "no C++ compiler that this target can use was found${tool_rejected:+: $tool_rejected}" \
-    "apt-get install g++ (or: dnf install gcc-c++)$(compiler_versions); or --conda, which brings its own"
+  COMPILER_FIX=''
+  [[ -z $tool_host && -z $USE_CONDA ]] || return 0
+  COMPILER_FIX="apt-get install g++ (or: dnf install gcc-c++)$(compiler_versions); or --conda, which brings its own"
+  [[ -n ${DRY_RUN:-} ]] || # which shows the whole plan, with this step in it
+    die "no C++ compiler that this target can use was found${tool_rejected:+: $tool_rejected}" "$COMPILER_FIX"
 }
 
 # compiler_versions: ", at least 11.3 and at most 15", as far as the target bounds them.

@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2153,SC2154 # the parts share their variables
 # Finding a Python, and making a virtual environment with it.
+# Loops read from <<<"$(...)": <(...) needs /dev/fd, which some containers and chroots lack.
 
 # python_version PATH: "3.11", or nothing if it does not run (a pyenv shim without its Python, say).
 python_version() {
@@ -41,7 +42,7 @@ find_python() {
       fi
       PYTHON_LACKING=${PYTHON_LACKING:-$version}
     fi
-  done < <(python_candidates "$1" "$2")
+  done <<<"$(python_candidates "$1" "$2")"
   return 1
 }
 
@@ -58,6 +59,6 @@ any_python() {
     if [[ $version == 3.10 && -z $BOOT_PYTHON ]] && "$path" -c 'import pip._vendor.tomli' 2>/dev/null; then
       BOOT_PYTHON=$path # its pip carries a TOML reader; a newer Python is still better
     fi
-  done < <(python_candidates 3.10 3.15)
+  done <<<"$(python_candidates 3.10 3.15)"
   [[ -n $BOOT_PYTHON ]]
 }

@@ -10,7 +10,7 @@ uninstall() {
   fi
   while read -r path; do
     is_ours "$path" && paths+=("$path")
-  done < <(cat "$STATE/made" 2>/dev/null || true)
+  done <"$STATE/made"
   for path in env.sh env.posix.sh requirements.lock bin cuda cache lock packages checked checked.date made; do # `made` last: an interrupted removal can go on
     [[ ! -e $STATE/$path ]] || paths+=("$STATE/$path")
   done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -168,6 +169,29 @@ def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
         assert text in done.stdout
     assert checkout.files() == before
     assert checkout.calls == []
+
+
+def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Checkout) -> None:
+    programs = [path.name for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()]
+    checkout.without(*(name for name in programs if re.search(r"g\+\+|c\+\+|clang", name)))
+    no_compiler = {"CXX": "", "CC": ""}
+    shown = checkout.run("--dry-run", "--target", "cpu", **no_compiler)
+    assert shown.returncode == 0, shown.stderr
+    assert "missing; install one first: apt-get install g++" in shown.stdout
+    for text in ("torch==", "flexops/_aot", "--dry-run: nothing was done"):
+        assert text in shown.stdout
+    done = checkout.run("--yes", "--no-root", "--target", "cpu", **no_compiler)
+    assert done.returncode == 1
+    assert "no C++ compiler that this target can use was found" in done.stderr
+    assert checkout.calls == []
+
+
+def test_no_shell_script_needs_dev_fd() -> None:
+    """Where it is missing, bash's <(...) opens nothing, and a loop that reads from it sees no line."""
+    scripts = [ROOT / ".ci/run", *(path for name in ("scripts", "docker", "recipe") for path in (ROOT / name).rglob("*.sh"))]
+    assert len(scripts) > 10
+    lines = [f"{path.name}: {line}" for path in scripts for line in path.read_text().splitlines()]
+    assert [line for line in lines if re.search(r"(^|\s)[<>]\(", line.partition(" #")[0])] == []
 
 
 def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_from(checkout: Checkout) -> None:
