@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # Runs the test suite, and sets up what it needs itself: .test-env with the pinned torch (CPU; on a machine with a GPU that GPU's), an nvcc from the
-# package index, and tests/requirements.txt. Arguments go to pytest: `bash scripts/run_tests.sh tests/unit -k cache`; --prepare alone makes the environment.
+# package index, and tests/requirements.txt.
+#   bash scripts/run_tests.sh               every operator and every path once, in minutes
+#   bash scripts/run_tests.sh --all         also the tests marked extra: more versions, architectures, dtypes
+#   bash scripts/run_tests.sh --rest        only the tests that the first command leaves out of --all
+#   bash scripts/run_tests.sh tests/unit -k cache    these tests: other arguments go to pytest
+#   bash scripts/run_tests.sh --prepare     no test: only the environment
 #   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine
 #   FLEXOPS_TEST_IMAGES=1      as root, install and start a container engine for the tests of images (the default where CI=true; 0: never)
-#   FLEXOPS_TEST_WORKERS=N     processes that share the tests (pytest-xdist); default: one
+#   FLEXOPS_TEST_WORKERS=N     processes that share the tests (pytest-xdist); default: two for the first
+#                              three commands, with two processors, 8 GiB of free memory and no GPU
 #   FLEXOPS_TEST_REQUIRE=1     what is missing on this machine fails instead of being skipped (the default where CI=true)
 if [ -z "${BASH_VERSION:-}" ] || [ -o posix ]; then # `sh scripts/...`
   command -v bash >/dev/null 2>&1 || { echo "this script needs bash: apt-get install bash" >&2; exit 2; }
@@ -112,6 +118,15 @@ start_test_engine() {
 
 start_engine_or_warn() { start_engine "$STATE/dockerd.log" || warn 'there is no container engine: the tests of images will fail'; }
 
+# run_part EXPRESSION [ARGUMENT...]: the tests with these markers, by two processes where there is room
+# for them. Some tests fill a GPU's memory, so there one process runs them all.
+run_part() {
+  if [[ -z $tool_gpu ]] && ((tool_cpus >= 2 && tool_memory_bytes >= 8 * 1024 ** 3)); then
+    FLEXOPS_TEST_WORKERS=${FLEXOPS_TEST_WORKERS-2}
+  fi
+  run_pytest -m "$@"
+}
+
 run_pytest() {
   local status=0 log workers=${FLEXOPS_TEST_WORKERS:-}
   log=$(mktemp)
@@ -136,7 +151,12 @@ main() {
   [[ ${1:-} != --prepare ]] || return 0
   install_test_tools
   start_test_engine
-  run_pytest "$@"
+  case ${1:-} in
+    '') run_part 'not slow and not extra' ;;
+    --all) run_part 'not slow' "${@:2}" ;;
+    --rest) run_part 'extra and not slow' "${@:2}" ;;
+    *) run_pytest "$@" ;;
+  esac
 }
 
 main "$@"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY
+from marks import first_of
 
 from flexops import settings, toolchain
 from flexops.errors import FlexopsError
@@ -403,6 +404,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.extra
 def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: HostCompiler) -> None:
     """As it is written there; and the launcher, the word and the fake kernel that are wrong, with what the page says is said."""
     assert host_compiler
@@ -456,7 +458,7 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [
+    first_of(
         ("builder.Library('mylib', root='/elsewhere')", "mylib is registered twice"),
         ("builder.Library('flexops', root='/elsewhere')", "no library can be called"),
         ("builder.Library('my-lib', root='/elsewhere')", "no library can be called"),
@@ -470,7 +472,7 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)", "no family can be called '../scale'"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)", "outputs=builder.Output('x[0]')"),
-    ],
+    ),
 )
 def test_declarations_that_cannot_be(code: str, said: str) -> None:
     imports = "import mylib\nfrom flexops import builder\nfrom flexops.errors import FlexopsError\n"
@@ -487,6 +489,7 @@ def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path)
     assert "('other.scale', 'reference')" in said  # its launchers are in mylib's namespace
 
 
+@pytest.mark.extra
 def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_path: Path) -> None:
     """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does not mind entries that nobody asks for."""
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
@@ -525,6 +528,7 @@ def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package: Path) -> 
     assert "__builtin_sqrtf" in said
 
 
+@pytest.mark.extra
 def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
     text = (package / "mylib/__init__.py").read_text()
     (package / "mylib/__init__.py").write_text(f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n")
@@ -603,12 +607,14 @@ def contract(package: Path, *options: str, **environment: str) -> subprocess.Com
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, cwd=package, capture_output=True, text=True)
 
 
+@pytest.mark.extra
 def test_the_examples_own_tests_pass(package: Path) -> None:
     done = contract(package, FLEXOPS_FALLBACK="forbid")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
 
+@pytest.mark.extra
 def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path) -> None:
     """Which most machines would not choose by themselves: every test of numbers says so, by the level's name."""
     level, macro = ("avx2", "defined(__AVX2__) && !defined(__AVX512F__)") if platform.machine() == "x86_64" else ("baseline", "1")
@@ -701,6 +707,7 @@ def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None
     assert "max_error=0.0" in said
 
 
+@pytest.mark.extra
 def test_a_library_without_its_entry_point_is_told(package: Path, installed: Path, tmp_path: Path) -> None:
     """When its wheel is built, and by doctor where it is installed: nothing else would ever try it."""
     site = Path(shutil.copytree(installed, tmp_path / "site"))
@@ -745,6 +752,7 @@ def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
     assert "pip install 'setuptools>=77'" in said
 
 
+@pytest.mark.extra
 def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) -> None:
     edit(package / "mylib/csrc/scale/scale_cpu.cpp", "double factor", "float factor")
     done = wheel(package, tmp_path / "dist")
@@ -756,6 +764,7 @@ def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) ->
     assert "--no-build-isolation" in done.stdout + done.stderr
 
 
+@pytest.mark.extra
 def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), "-e", str(package)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
@@ -818,6 +827,7 @@ def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(host_compiler:
     assert "None 6" in run(MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid")
 
 
+@pytest.mark.extra
 def test_a_pybind11_extension_that_was_moved_from_cpp_extension(host_compiler: HostCompiler) -> None:
     assert host_compiler
     said = run(f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r}, run_name='__main__')")
@@ -837,6 +847,7 @@ FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
 """
 
 
+@pytest.mark.extra
 def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> None:
     run(CALL, package, FLEXOPS_FALLBACK="forbid")  # what is in the cache was made without it
     (package / "mylib/csrc/scale/scale_binding.cpp").write_text(HAND_WRITTEN)
@@ -844,6 +855,7 @@ def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> N
     assert "tensor([42., 42.])" in said
 
 
+@pytest.mark.extra
 def test_a_projects_wheel_for_every_torch_and_linux(package: Path, tmp_path: Path, require: Callable[..., None]) -> None:
     require(importlib.util.find_spec("ziglang"), "zig", "pip install ziglang, or run scripts/run_tests.sh, which does")
     done = wheel(package, tmp_path, FLEXOPS_WHEEL="x86_64")

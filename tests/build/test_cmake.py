@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY
+from marks import first_of
 
 from flexops import __version__
 from flexops.op_builder import layout, plan
@@ -92,7 +93,7 @@ def configure(cmake: str, project: Path, host: HostCompiler, *python_path: Path)
     return subprocess.run([cmake, "-S", str(project), "-B", str(project / "build"), *options], env=environment, cwd=project, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
+@pytest.mark.parametrize("installed", first_of(False, True), ids=["checkout", "installed"])
 def test_a_library_that_cmake_builds(cmake: str, project: Path, host_compiler: HostCompiler, tmp_path: Path, installed: bool) -> None:
     place, headers = REPOSITORY, REPOSITORY / "csrc"
     if installed:

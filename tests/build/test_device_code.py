@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import first_of
 
 from flexops import settings, toolchain
 from flexops.compute_capability import Architecture, ComputeCapability, parse_arch_list
@@ -68,7 +69,7 @@ def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", f
 ROTATE = "flexops::rope::rotate<float>"
 
 
-@pytest.mark.parametrize(("version", "architecture"), [(OLDEST, "7.5"), (NEWEST, "9.0")])
+@pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
 @pytest.mark.parametrize("family", SPECS)
 def test_every_kernel_that_a_library_names_compiles(
     family: str, version: tuple[int, int], architecture: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
@@ -101,6 +102,7 @@ def compile_all(family: str, names: list[str], wanted: Architecture, compiler: D
 QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GPUs lack
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("family", [family if family == QUICK_FAMILY else pytest.param(family, marks=pytest.mark.slow) for family in SPECS])
 def test_gpus_that_newer_toolkits_have_forgotten(
     family: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
@@ -118,6 +120,7 @@ def test_which_families_older_gpus_run() -> None:
     assert refused == {"6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"}, "7.0": {"attention"}}
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
 def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers: dict[tuple[int, int], DeviceCompiler], tmp_path: Path, require: Any) -> None:
     """By the NVRTC that still knows them; a newer one's says which it left out."""

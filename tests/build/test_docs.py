@@ -65,6 +65,7 @@ def public_names() -> Iterator[str]:
             yield f"flexops.{name}"
 
 
+@pytest.mark.extra
 def test_every_public_name_is_on_a_page_of_the_api(site: dict[Path, Page]) -> None:
     described = set().union(*(page.ids for page in site.values()))
     names = list(public_names())
@@ -80,6 +81,7 @@ def leaves(name: str, commands: dict[str, Any]) -> Iterator[str]:
             yield f"{name}-{sub}"
 
 
+@pytest.mark.extra
 def test_every_command_is_on_the_command_line_s_page(site: dict[Path, Page]) -> None:
     typer = import_module("typer")
     from flexops.cli._app import app
@@ -90,6 +92,7 @@ def test_every_command_is_on_the_command_line_s_page(site: dict[Path, Page]) -> 
     assert sorted(set(commands) - site[Path("command-line.html")].ids) == []
 
 
+@pytest.mark.extra
 def test_every_page_is_in_the_navigation(site: dict[Path, Page]) -> None:
     pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} - {Path("index.html")}
     assert pages <= set(site)
@@ -97,6 +100,7 @@ def test_every_page_is_in_the_navigation(site: dict[Path, Page]) -> None:
     assert sorted(top - set(site[Path("index.html")].links)) == []
 
 
+@pytest.mark.extra
 def test_no_link_within_the_site_is_dead(site: dict[Path, Page]) -> None:
     root = Path("/site")
     dead = []
@@ -117,6 +121,7 @@ def test_pages_beside_the_site_link_to_what_there_is(name: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.extra
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     """Strict is strict: one page with a link to nowhere, built with the site's own settings."""
     (tmp_path / "index.md").write_text("# A page\n\n[nowhere](missing.md)\n")

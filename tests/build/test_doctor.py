@@ -38,6 +38,7 @@ def bare_python(tmp_path: Path) -> str:
     return str(tmp_path / "bare" / "bin" / "python")
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
 def test_a_machine_that_works(cache_dir: Path) -> None:
     status, document = doctor("--target", "cpu")
@@ -104,6 +105,7 @@ def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path: Path) -
     assert trial["fix"] == "export MAX_JOBS=1"
 
 
+@pytest.mark.extra
 def test_a_setting_that_is_not_understood(tmp_path: Path) -> None:
     status, document = doctor(FLEXOPS_FALLBACK="perhaps", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
     assert status == 1

@@ -76,6 +76,7 @@ def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(tmp_path:
             path.chmod(0o755)
 
 
+@pytest.mark.extra
 def test_processes_at_once_build_once(tmp_path: Path, cache: Path) -> None:
     source = write_module(tmp_path, "8")
     code = f"import torch, flexops\nprint(flexops.load('together', [{str(source)!r}]).value())"

@@ -289,6 +289,7 @@ def auto(name):
 """
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("nvcc_toolkit")
 def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world: World) -> None:
     """What the splitter refuses, what g++ does not take, what does not open, and what belongs elsewhere: nvcc's, by a line that says why."""

@@ -135,6 +135,7 @@ def test_headers_of_other_flags_make_room(tmp_path: Path, cache: Path, monkeypat
     assert f"-include {new}/" in command(cache, "second")
 
 
+@pytest.mark.extra
 def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -> None:
     code = f"import flexops\nfrom flexops.op_builder import pch\npch.HEADER = {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
     names = [f"process{number}" for number in range(3)]

@@ -42,6 +42,7 @@ def campaign(*arguments: str, fault: str = "") -> tuple[int, dict[str, dict[str,
     return done.returncode, {part["name"]: part for part in json.loads(done.stdout)["parts"]}
 
 
+@pytest.mark.extra
 def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -> None:
     assert host_compiler
     code, parts = campaign("--rounds", "40")
@@ -56,6 +57,7 @@ def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -
     require(not lacking, f"what the campaign needs for {', '.join(lacking)}", "bash scripts/run_tests.sh as root, in a container that may mount", excuse)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("part", ["forged", "flips", "texts"])
 def test_what_is_broken_on_purpose_is_found(host_compiler: object, require: Callable[..., None], part: str) -> None:
     assert host_compiler

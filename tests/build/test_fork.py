@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from builds import child_environment, copy_csrc, start_child, watched_compiler
+from marks import first_of
 
 from flexops.toolchain.model import HostCompiler
 
 SECONDS = 60.0
 
 
-@pytest.mark.parametrize("how", ["os.fork", "starting", "process", "dataloader", "orphan"])
+@pytest.mark.parametrize("how", first_of("os.fork", "starting", "process", "dataloader", "orphan"))
 def test_a_child_forked_while_a_thread_compiles_gets_the_operator(tmp_path: Path, host_compiler: HostCompiler, how: str) -> None:
     watched = tmp_path / "watched"
     compiler = watched_compiler(watched, str(host_compiler.path))

@@ -37,6 +37,7 @@ def built(build: Callable[[Sequence[OpSpec]], list[Result]]) -> dict[str, Result
     return {spec.name: result for spec, result in zip(SPECS, build(SPECS), strict=True)}
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("name", [spec.name for spec in SPECS])
 def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
     entry = built[name].require()
@@ -46,6 +47,7 @@ def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
     assert hip_proof.kernels(library)
 
 
+@pytest.mark.extra
 def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None:
     """By the command; the libraries are those that were compiled before."""
     done = CliRunner().invoke(app, ["target", "prove", "rocm72-gfx90a", "--op", "rope", "--json"])

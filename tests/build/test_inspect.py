@@ -122,6 +122,7 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
     assert "benchmarks/scale.py, by torch.profiler" in said
 
 
+@pytest.mark.extra
 def test_no_kernel_takes_more_than_the_baseline_says() -> None:
     """The quick form, of the families that compile fastest; a worse one is mended, or taken by `flexops target prove --update`."""
     done = CliRunner().invoke(app, ["target", "prove", "--quick", *(part for name in ("lion", "adam", "rope", "fp8") for part in ("--op", name))])

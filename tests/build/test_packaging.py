@@ -114,6 +114,7 @@ print(json.dumps({"backend": status.backend, "path": str(status.path), "reason":
     assert not (tmp_path / "no-cache").exists()
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("can_build")
 def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(source: Path, tmp_path: Path, host_compiler: HostCompiler) -> None:
     assert host_compiler
@@ -210,6 +211,7 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     assert 0 < peak < sum(steps[: min(plan.jobs for plan in plans)])
 
 
+@pytest.mark.extra
 def test_build_says_which_op_failed_and_builds_the_others(source: Path, tmp_path: Path, host_compiler: HostCompiler) -> None:
     assert host_compiler
     broken = tmp_path / "source"

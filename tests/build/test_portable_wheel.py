@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY, child_environment
+from marks import first_of
 
 from flexops import settings
 from flexops.op_builder import aot, catalog, kernel_names, manifest
@@ -73,7 +74,7 @@ def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches
     assert any(name.startswith("flexops::lion::") for name in names), "it names the kernels that it launches"
 
 
-@pytest.fixture(scope="module", params=["x86_64", "aarch64"])
+@pytest.fixture(scope="module", params=first_of("x86_64", "aarch64"))
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[settings.Machine, dict[str, Path]]:
     return request.param, build(request.param, tmp_path_factory.mktemp(request.param) / "flexops")
 

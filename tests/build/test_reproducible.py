@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY, child_environment, copy_csrc, run_child
+from marks import first_of
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", first_of("cpu", "cuda"))
 @pytest.mark.usefixtures("host_compiler", "nvcc_toolkit")
 def test_libraries_do_not_depend_on_where_they_are_built(tmp_path: Path, device: str) -> None:
     built, kernels = [], []

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from marks import first_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/setup_cuda_dev_environment.sh"
@@ -231,6 +232,7 @@ def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) ->
     assert "was made for" in third.stdout
 
 
+@pytest.mark.extra
 def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
     done = checkout.run("--yes", "--no-root", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -252,7 +254,7 @@ def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("death", ["INT", "KILL", "disk"])
+@pytest.mark.parametrize("death", first_of("INT", "KILL", "disk"))
 def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Checkout, death: str) -> None:
     """It has a Python that runs, and no pip: what `python -m venv` leaves when it is stopped between the two."""
     (checkout.tools / "venv-dies").write_text(death)
@@ -266,6 +268,7 @@ def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Chec
     assert "No module named pip" not in done.stderr
 
 
+@pytest.mark.extra
 def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     python = checkout.root / ".venv" / "bin" / "python"
@@ -275,6 +278,7 @@ def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> No
     assert "has no pip" in done.stdout
 
 
+@pytest.mark.extra
 def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     checkout.without("rm")
@@ -318,6 +322,7 @@ def test_fish_is_told_how_to_use_the_environment(checkout: Checkout, require: Ca
     assert within.stdout.strip() == str(checkout.root / ".venv"), within.stderr
 
 
+@pytest.mark.extra
 def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     left_over = checkout.root / ".venv" / "left-over"
@@ -326,6 +331,7 @@ def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
     assert not left_over.exists()
 
 
+@pytest.mark.extra
 def test_another_project_with_our_import_name_is_the_users_to_decide_about(checkout: Checkout) -> None:
     (checkout.tools / "namesake").write_text("other 3.2.0")
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
@@ -385,6 +391,7 @@ def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> Non
     assert "nothing to remove" in checkout.run("--uninstall", fake=False).stdout
 
 
+@pytest.mark.extra
 def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     shutil.rmtree(checkout.root / ".venv")
@@ -394,7 +401,7 @@ def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout:
     assert (checkout.root / ".venv" / "file").exists()
 
 
-@pytest.mark.parametrize("shell", ["bash", "dash", "zsh"])
+@pytest.mark.parametrize("shell", first_of("bash", "dash", "zsh"))
 def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str, require: Callable[..., None]) -> None:
     require(shutil.which(shell), shell, f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does")
     text = checkout.run("--print-env", "--target", "cu130-sm90", "--toolkit", "index", "--prefix", "it's an env").stdout
@@ -471,6 +478,7 @@ def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
     assert done.stdout.split() == urls[2:]
 
 
+@pytest.mark.extra
 def test_what_an_interrupted_pip_left_is_installed_again(checkout: Checkout) -> None:
     """The part of a wheel that is there without its RECORD, which pip writes last, and what was renamed to be replaced."""
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
@@ -507,12 +515,12 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize(
     ("tool", "expected"),
-    [
+    first_of(
         ("conda", "conda env create -p {prefix} -f {root}/envs/cpu.yml"),
         ("mamba", "mamba env create -p {prefix} -f {root}/envs/cpu.yml"),
         ("micromamba", "micromamba create -p {prefix} -f {root}/envs/cpu.yml"),
         ("pixi", "pixi init --import {root}/envs/cpu.yml {prefix}"),
-    ],
+    ),
 )
 def test_conda_makes_the_environment_from_envs(checkout: Checkout, tool: str, expected: str) -> None:
     checkout.without("conda", "mamba", "micromamba", "pixi")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from builds import CCACHE, REPOSITORY, SQUARE, TOOLS, answer, child_environment, paper_plan, tiny_plan
+from marks import first_of
 
 from flexops import settings, toolchain
 from flexops.op_builder import cache_key, catalog, compiler, includes, loader, shared_headers
@@ -139,7 +140,7 @@ def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_c
         assert not re.search(r"^\s*#|^using", before, re.MULTILINE), f"{source}: a pragma or a macro comes before its first include"
 
 
-@pytest.mark.parametrize("wheel", ["", "x86_64"], ids=["g++", "zig"])
+@pytest.mark.parametrize("wheel", first_of("", "x86_64"), ids=["g++", "zig"])
 def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(
     wheel: str, tmp_path: Path, host_compiler: object, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]
 ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import stand_in_driver
+from marks import first_of
 from stand_in_driver import Answer
 
 from flexops import settings, toolchain
@@ -159,6 +160,7 @@ with OnGpu():
     assert answer.launches[-1].grid[0] <= 14 * 32, "as many blocks as the slice runs at once"
 
 
+@pytest.mark.extra
 def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompiler) -> None:
     (tmp_path / "old.c").write_text("int cuLaunchKernel(void) { return 0; }\n")
     subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "old.c")], check=True)
@@ -166,7 +168,7 @@ def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompil
     assert "the CUDA driver (libcuda.so.1) is missing or older than 525" in answer.said["call"]
 
 
-@pytest.mark.parametrize(("gpus", "starts", "said"), [("none", 0, "invalid device ordinal"), ("", 100, "initialization error")])
+@pytest.mark.parametrize(("gpus", "starts", "said"), first_of(("none", 0, "invalid device ordinal"), ("", 100, "initialization error")))
 def test_a_driver_without_a_device(run: Run, gpus: str, starts: int, said: str) -> None:
     """Operators run on the CPU; should a call for a GPU come all the same, what the driver says is said, and what to do."""
     on_the_cpu = run(
@@ -275,6 +277,7 @@ attempt("mended", torch.float16)
         assert fix.replace("PYTHON", sys.executable) in said[name]
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("attempts")
 def test_two_processes_with_different_nvrtcs_share_a_cache(run: Run, tmp_path: Path, require: Callable[..., None]) -> None:
     """The second one's driver does not take what the first has made."""

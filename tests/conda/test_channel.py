@@ -19,6 +19,8 @@ from flexops.errors import ChannelError
 CUDA_RUN = ["python >=3.10", "pytorch >=2.11", "ninja", "typer >=0.12", "rich >=13", "tomli >=2", "pytorch * cuda*"]
 VARIANTS = targets.load().variants
 
+pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
+
 
 def files(prefix: Path) -> set[str]:
     return {str(path.relative_to(prefix)) for path in prefix.rglob("*") if path.is_symlink() or path.is_file()}

@@ -22,6 +22,8 @@ from flexops.targets import load
 
 VARIANTS = load().variants
 
+pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
+
 
 def extract(package: Path, folder: Path) -> None:
     from rattler.package_streaming import extract as unpack

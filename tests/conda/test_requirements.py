@@ -23,6 +23,8 @@ done
 """
 VARIANTS = targets.load().variants
 
+pytestmark = pytest.mark.extra  # it takes a channel of its own
+
 
 @pytest.fixture(scope="module")
 def upstream(world: World) -> str:

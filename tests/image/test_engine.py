@@ -36,7 +36,7 @@ from flexops.images import building, naming
 from flexops.op_builder.catalog import CATALOG
 from flexops.targets.image_files import labels
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.extra]
 
 
 def run(engine: Any, name: str, *command: str, **options: Any) -> tuple[int, str, str]:

@@ -683,6 +683,7 @@ class StepContract:
                 optimizer.step()
         torch.testing.assert_close(torch.view_as_real(param), pair)
 
+    @pytest.mark.extra
     @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
     def test_lower_instruction_sets(self, isa: str) -> None:
         with isa_limit(isa):

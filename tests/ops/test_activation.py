@@ -288,6 +288,7 @@ def test_a_vector_has_a_bias_too() -> None:
     assert_near(run(flexops.bias_silu, (x, bias), (0, 1)), run(lambda x, b: F.silu(x + b), (x.detach().double(), bias.detach().double()), (0, 1)), 2.0**-24)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
 def test_every_isa_level(isa: str) -> None:

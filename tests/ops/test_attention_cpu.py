@@ -14,6 +14,7 @@ import torch
 from contract import ISA_LEVELS, at_each_isa, isa_limit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import first_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,6 +23,7 @@ import flexops
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import assert_close, distance_of, errors, exact
 
+LEVELS = first_of(*reversed(ISA_LEVELS))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -81,7 +83,7 @@ def describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(problem=problems())
 def test_any_problem(level: str, problem: dict[str, Any]) -> None:
@@ -196,7 +198,7 @@ def test_decoding(window: tuple[int | None, int | None] | None, dtype: torch.dty
 # ---- packed sequences ----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=5), dtype=st.sampled_from(DTYPES), causal=st.booleans())
 @example(lengths=[(0, 0), (0, 5), (5, 0)], dtype=torch.float32, causal=True)

@@ -191,6 +191,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
         assert_near(written, expected)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:

@@ -197,6 +197,7 @@ def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 def test_lower_instruction_sets(isa: str) -> None:
     with isa_limit(isa):

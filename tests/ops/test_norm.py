@@ -242,6 +242,7 @@ def test_any_lengths_and_dtypes() -> None:
     compare_everything(range(150))
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
 def test_every_instruction_set(isa: str) -> None:

@@ -109,6 +109,7 @@ def test_native_gives_the_references_bits(block: int) -> None:
         compare_with_reference(seed)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
 def test_every_isa_gives_the_references_bits(isa: str) -> None:

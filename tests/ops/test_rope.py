@@ -227,6 +227,7 @@ def test_native_gives_what_the_reference_gives(dtype: torch.dtype, interleaved: 
     compare(dtype, interleaved, layout)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
 def test_every_isa_level(isa: str) -> None:

@@ -108,6 +108,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
             assert_near(ops.softmax_backward(grad, y, scale, True), softmax_module._softmax_backward_reference(grad, y, scale, True), 8, abs(scale))
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:

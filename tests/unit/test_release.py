@@ -124,6 +124,7 @@ def test_what_is_no_version_is_refused(clone: Path, version: str) -> None:
     assert "is not a version" in done.stderr
 
 
+@pytest.mark.extra
 def test_a_tag_is_made_of_a_checked_clone(tmp_path: Path, require: Callable[..., None]) -> None:
     """In a real clone, whose rendered files are all there: it is tagged with the changelog's section, once."""
     require((ROOT / ".git").exists(), "a clone of the repository", "git clone", "these are sources without their history")

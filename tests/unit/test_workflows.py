@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -80,6 +81,23 @@ def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
         script = re.fullmatch(r"(?:sudo -H )?(?:bash|python3) (\S+)(?: .*)?", one)
         assert script, one
         assert (ROOT / script[1]).is_file(), one
+
+
+def test_ci_runs_the_commands_of_the_readme_in_their_order_then_what_they_leave_out() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Work on it")[2].partition("\n## ")[0]
+    commands = [line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("bash ")]
+    assert [command.split()[1] for command in commands] == ["scripts/setup_cuda_dev_environment.sh", "scripts/run_tests.sh"]
+    performed = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")]
+    assert performed == [*commands, "bash scripts/run_tests.sh --rest"]
+
+
+def test_the_two_runs_of_ci_are_the_whole() -> None:
+    script = (ROOT / "scripts/run_tests.sh").read_text()
+    marks = dict(re.findall(r"(''|--all|--rest)\) run_part '(.*?)'", script))
+    for slow, extra in itertools.product((False, True), repeat=2):
+        taken = {name: bool(eval(marks[name], {"slow": slow, "extra": extra})) for name in ("''", "--all", "--rest")}
+        assert (taken["''"] or taken["--rest"]) == taken["--all"] == (not slow)
+        assert not (taken["''"] and taken["--rest"])
 
 
 def test_the_oldest_and_the_newest_torch_are_tested() -> None:
