@@ -192,6 +192,22 @@ def test_assisted_generation_with_weights() -> None:
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_head_that_was_resized_has_the_fused_loss(name: str) -> None:
+    model, inputs = tiny.model(name, tie_word_embeddings=False), tiny.batch(name)
+    flexops.patch(model)
+    torch.manual_seed(1)
+    model.resize_token_embeddings(tiny.WORDS["vocab_size"] + 6)
+    assert "forward" not in model.get_output_embeddings().__dict__
+    actual = results(model, inputs)
+    assert "logits" not in actual
+    assert flexops.unpatch(model) > 0
+    assert "forward" not in model.get_output_embeddings().__dict__
+    expected = results(model, inputs)
+    del expected["logits"]
+    assert max(distance(actual, expected).values()) < 2e-5
+
+
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_gradient_checkpointing(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name)
