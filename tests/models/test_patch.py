@@ -443,6 +443,55 @@ def test_code_that_computes_something_else_stays_and_is_named(monkeypatch: pytes
     assert {row.module for row in report.swapped} >= {"Qwen2RMSNorm"}
 
 
+def test_an_error_on_the_way_leaves_everything_as_it_was() -> None:
+    """A property that raises, in a module behind others that are patched before it."""
+
+    class Broken(nn.Module):
+        @property
+        def gate_proj(self) -> nn.Module:
+            raise RuntimeError("not loaded yet")
+
+    model = tiny.model("llama")
+    model.add_module("last", Broken())
+    for before in (False, True):  # also of a model that was patched before
+        with pytest.raises(RuntimeError, match="not loaded yet"):
+            flexops.patch(model)
+        patched = [part for part in model.modules() if "forward" in part.__dict__]
+        assert bool(patched) == before
+        assert (model.config._attn_implementation == "flexops") == before
+        assert bool(model.model._forward_pre_hooks) == before
+        last = model.last
+        del model.last
+        flexops.patch(model)
+        model.add_module("last", last)
+
+
+def test_an_optimizer_that_fails_leaves_everything_as_it_was() -> None:
+    model = tiny.model("llama").requires_grad_(False)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        flexops.patch(model, optimizer=True)
+    assert flexops.unpatch(model) == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_gated_block_may_have_a_dropout(rate: float) -> None:
+    """T5Gemma's, which is swapped, and runs its own code where it drops something."""
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP, T5GemmaModuleConfig
+
+    config = T5GemmaModuleConfig(hidden_size=16, intermediate_size=24, dropout_rate=rate)
+    module, x = T5GemmaMLP(config), torch.randn(2, 3, 16)
+    plain = copy.deepcopy(module)
+    (row,) = [one for one in flexops.patch(module).rows if one.module == "T5GemmaMLP"]
+    assert row.swapped, row.reason
+    assert row.operator == "geglu_linear"
+    for training in (False, True):
+        found = []
+        for one in (module, plain):
+            torch.manual_seed(0)
+            found.append(one.train(training)(x))
+        torch.testing.assert_close(*found)
+
+
 def test_unknown_classes_are_named() -> None:
     class HouseRMSNorm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
