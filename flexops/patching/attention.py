@@ -55,9 +55,9 @@ WINDOW_KEYWORD = frozenset(
 """Folders of transformers' models whose attention passes its window as ``sliding_window`` and the
 mask on as it is. They need no mask for a window; other models get one."""
 
-_EAGER_MASKS = frozenset({"bigbird_pegasus", "deepseek_v4", "moshi"})
+_EAGER_MASKS = frozenset({"bigbird_pegasus", "deepseek_v4"})
 """Folders of models that always need the mask of eager attention: DeepSeek V4 extends it by numbers
-of its own, the others do not say that they are causal."""
+of its own, BigBird-Pegasus' decoder does not say that it is causal."""
 
 
 def _folder(config: Any) -> str:
