@@ -13,6 +13,9 @@ from ._attention_checks import FLOATS, autocast, declined
 from ._register import has_native
 from .attention import by_kernels, usual_options
 
+_of_torch = torch.nn.functional.scaled_dot_product_attention
+"""Bound at import: a program may assign the function below to torch's name."""
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -44,7 +47,7 @@ def scaled_dot_product_attention(
         if not torch.compiler.is_compiling() and why != "meant":
             loader.decline("attention", query.device.type, f"{why}: torch's scaled_dot_product_attention")
         arguments: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **arguments)
+        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **arguments)
     query, key, value = autocast(query, key, value)
     right = -1
     if is_causal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -56,7 +57,8 @@ def patch(
         what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
 
     Raises:
-        PatchError: ``model`` is none of these, or the architecture is unknown.
+        PatchError: ``model`` is none of these, or the architecture is unknown. After any error,
+            also one that a module's own code raises, the model is as it was.
 
     A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class and ``isinstance`` do. Copies and pickles of a patched
     model are patched. What is swapped is known by its class, and its replacement computed the same as the class's own code on a small input, with its
@@ -70,17 +72,34 @@ def patch(
         return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
     if not isinstance(model, nn.Module):
         raise PatchError("flexops.patch takes a module, a class of models or an architecture's name", found=type(model).__name__)
-    outcomes: list[Row] = []
-    inside: set[int] = set()  # activations of blocks that have their row already
-    for module in model.modules():
-        if id(module) not in inside:
-            outcomes += _visit(module, wanted, in_graphs)
-        inside |= _covered(module)
-    outcomes += [row for module in model.modules() for row in _project(module, projections)]
-    if wanted["residuals"] and not in_graphs:
-        _link(model)
-    made, rows = _optimizer(model, optimizer)
+    with _all_or_nothing(model):
+        outcomes: list[Row] = []
+        inside: set[int] = set()  # activations of blocks that have their row already
+        for module in model.modules():
+            if id(module) not in inside:
+                outcomes += _visit(module, wanted, in_graphs)
+            inside |= _covered(module)
+        outcomes += [row for module in model.modules() for row in _project(module, projections)]
+        if wanted["residuals"] and not in_graphs:
+            _link(model)
+        made, rows = _optimizer(model, optimizer)
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """An error on the way, such as a module's property that raises, leaves the model as it was."""
+    before = [(module, module.__dict__.get("forward"), attending.is_switched(module)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, forward, switched in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+            if not switched:
+                attending.switch_back(module)
+        raise
 
 
 def unpatch(model: Any) -> int:

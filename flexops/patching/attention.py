@@ -9,13 +9,14 @@ import types
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import remove_pre_hook
+from ..errors import PatchError
 from ..op_builder import loader
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
+from ..ops._attention_checks import FLOATS
 from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
@@ -42,6 +43,36 @@ def _windows_are_cheap(device: torch.device) -> bool:
     return device.type == "cuda" and loader.ensure("attention", "cuda")
 
 
+WINDOW_KEYWORD = frozenset(
+    (
+        "afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma3",
+        "gemma4", "gemma4_unified", "gpt_oss", "granite_swa", "granitemoe_swa", "laguna",
+        "mellum", "mimo_v2_flash", "ministral", "ministral3", "mistral", "mixtral",
+        "modernbert_decoder", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+        "starcoder2", "vaultgemma",
+    )
+)  # fmt: skip
+"""Folders of transformers' models whose attention passes its window as ``sliding_window`` and the
+mask on as it is. They need no mask for a window; other models get one."""
+
+_EAGER_MASKS = frozenset({"bigbird_pegasus", "deepseek_v4"})
+"""Folders of models that always need the mask of eager attention: DeepSeek V4 extends it by numbers
+of its own, BigBird-Pegasus' decoder does not say that it is causal."""
+
+
+def _folder(config: Any) -> str:
+    """The folder in ``transformers.models`` that a config is from; "" for another library's."""
+    path = type(config).__module__.split(".")
+    return path[2] if path[:2] == ["transformers", "models"] else ""
+
+
+def _passes_window(config: Any, size: int) -> bool:
+    """Whether attention is told of the window of this size. A chunk has a size, too."""
+    is_window = size == getattr(config, "sliding_window", None)
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
+
+
 def hide_nothing(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook of the base model: without mask, positions and cache there are neither padding nor packed sequences."""
     if len(args) > 1 or any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")):
@@ -59,38 +90,96 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *, attention_mask: Tensor | None = None,
     local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
-    """None where :func:`attention` knows the pattern by itself, else what transformers makes for torch's attention (True where a key takes part)."""
-    from transformers.masking_utils import sdpa_mask
+    """None where :func:`attention` knows the pattern by itself, else what transformers makes for
+    torch's attention (True where a key takes part). ``local_size`` is a window's size, or a chunk's."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
+    config = kwargs.get("config")
     whole = attention_mask is None and allow_is_causal_skip and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    if whole and local_size is not None and _windows_are_cheap(torch.device(kwargs.get("device", "cpu"))):
+    if whole and local_size is not None and _passes_window(config, local_size) and _windows_are_cheap(torch.device(kwargs.get("device", "cpu"))):
         return None
-    made: Tensor | None = sdpa_mask(
+    make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask
+    made: Tensor | None = make(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
         local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
     )  # fmt: skip
     return made
 
 
+# ---- the attention function --------------------------------------------------------------------
+
+NO_EFFECT = frozenset(
+    (
+        "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "deterministic", "max_length_k",
+        "max_length_q", "max_seqlen", "cache_params", "cache_position",
+        "encoder_attention_mask", "encoder_hidden_states", "input_ids", "labels",
+        "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "past_key_values", "position_embeddings", "position_ids",
+        "return_dict", "seq_idx", "token_type_ids", "use_cache",
+    )
+)  # fmt: skip
+"""Keywords that reach attention functions and change nothing of what eager attention computes:
+lengths of packed sequences are in the mask, ``deterministic`` is flash-attn's, the rest is read
+by other parts of a model."""
+BY_SDPA = frozenset({"position_bias"})
+"""Keywords with which transformers' own function for torch's attention computes."""
+BY_EAGER = frozenset({"output_attentions"})
+"""Keywords with which the model's own eager attention computes. An unknown keyword is one, too."""
+REJECTED = frozenset({"block_indices", "indices"})
+"""The keys that a model has selected itself. Its eager attention has them in the mask, which the
+model changes only if its implementation is called "eager" or "sdpa"."""
+
+
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function: ``query`` is ``[batch, heads, length, head_dim]``, the result ``[batch, length, heads, head_dim]``; no weights."""
+    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    s_aux: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """transformers' attention function.
+
+    Args:
+        module: the attention module.
+        query: ``[batch, heads, length, head_dim]``; ``key`` and ``value`` may have fewer heads.
+        attention_mask: of :func:`mask` or :func:`nothing_hidden`, or one of transformers' own.
+        dropout, scaling, sliding_window, softcap, is_causal: as transformers defines them.
+        s_aux: attention sinks, ``[heads]``.
+        others: see :data:`NO_EFFECT` and the sets after it.
+
+    Returns:
+        ``[batch, length, heads, head_dim]``, and None. With ``output_attentions=True`` the
+        weights, ``[batch, heads, length, keys]``: then transformers' code computes both.
+
+    Raises:
+        PatchError: the model selects keys itself, or its class has no eager attention where
+            that is needed.
+    """
     causal = (is_causal if is_causal is not None else getattr(module, "is_causal", True)) and query.shape[2] > 1
-    if attention_mask is not None and attention_mask.shape[0] == 0:  # see nothing_hidden
+    if attention_mask is None:
+        passed = _folder(getattr(module, "config", None)) in WINDOW_KEYWORD
+        sliding_window = sliding_window if passed else None
+    elif attention_mask.shape[0] == 0:  # see nothing_hidden
         attention_mask = None
     if attention_mask is not None:
         causal, sliding_window = False, None  # they are in the mask
-    elif causal and key.shape[2] > query.shape[2]:  # the first part of an empty cache of a fixed length
+    if sliding_window is not None and (not causal or sliding_window >= query.shape[2]):
+        sliding_window = None
+    pattern = attention_mask, causal, sliding_window
+    special = softcap is not None or sliding_window is not None or s_aux is not None
+    why = _needs_transformers(module, {name: x for name, x in others.items() if name not in NO_EFFECT and x is not None and x is not False})
+    if special and (dropout or query.dtype not in FLOATS):
+        why = why or "meant"
+    if why:
+        if why != "meant" and not torch.compiler.is_compiling():
+            loader.decline("attention", query.device.type, why)
+        given = {"softcap": softcap, "s_aux": s_aux, **others}
+        return _by_transformers(module, query, key, value, pattern, dropout, scaling, {name: x for name, x in given.items() if x is not None})
+    if causal and key.shape[2] > query.shape[2]:  # the first part of an empty cache of a fixed length
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if softcap is None and (sliding_window is None or not causal or sliding_window >= query.shape[2]):
+    if not special:
         return _torchs_way(query, key, value, attention_mask, dropout, causal, scaling), None
-    if dropout:
-        return _in_the_open(query, key, value, attention_mask, dropout, causal, scaling, sliding_window, softcap), None
     result = _ops.attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling, bias=attention_mask, softcap=softcap or 0.0,
-        window=(sliding_window - 1, 0) if sliding_window is not None and causal else None,
+        window=(sliding_window - 1, 0) if sliding_window is not None else None, sinks=s_aux,
     )  # fmt: skip
     assert isinstance(result, Tensor)
     return result, None
@@ -103,24 +192,59 @@ def _torchs_way(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     return result.transpose(1, 2).contiguous()
 
 
-def _in_the_open(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, causal: bool, scaling: float | None, window: int | None,
-    softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """All the weights at once, for what no fused attention has: dropout together with a window or a soft cap."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if causal:
-        i = torch.arange(query.shape[2], device=query.device)
-        seen = i[:, None] >= i
-        bias = seen if window is None else seen & (i[:, None] - i < window)
-    if bias is not None:
-        scores = scores.masked_fill(~bias, torch.finfo(scores.dtype).min) if bias.dtype == torch.bool else scores + bias
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous()
+def _needs_transformers(module: Any, keywords: dict[str, Any]) -> str:
+    """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
+    name = type(module).__name__
+    rejected = sorted(keywords.keys() & REJECTED)
+    if rejected:
+        raise PatchError(
+            f"flexops' attention does not support the keys that {name} selects itself",
+            found=f"{', '.join(rejected)} among its arguments",
+            required="a model without them",
+            fix='model.set_attn_implementation("eager")',
+        )
+    unknown = sorted(keywords.keys() - BY_SDPA - BY_EAGER)
+    if unknown:
+        return f"{name} was called with {', '.join(unknown)}: transformers' eager attention"
+    return "meant" if keywords else ""
+
+
+def _by_transformers(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, pattern: tuple[Tensor | None, bool, int | None],
+    dropout: float, scaling: float | None, keywords: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """transformers' function for torch's attention if that has all of this, else the eager one."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    hidden = _as_numbers(*pattern, query, key)
+    found: tuple[Tensor, Tensor | None]
+    if "position_bias" in keywords and not keywords.keys() - NO_EFFECT - BY_SDPA:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found = sdpa_attention_forward(module, query, key, value, hidden, dropout=dropout, scaling=scaling, **keywords)
+        return found
+    eager = eager_of(type(module))
+    if eager is None:
+        raise PatchError(
+            f"flexops' attention leaves this call to the eager attention of {type(module).__name__}",
+            found="no eager_attention_forward in its forward",
+            required="a class of transformers, or a call without weights, dropout and unknown keywords",
+            fix='model.set_attn_implementation("eager")',
+        )
+    found = eager(module, query, key, value, hidden, scaling=scaling, dropout=dropout, **keywords)
+    return found
+
+
+def _as_numbers(mask: Tensor | None, causal: bool, window: int | None, query: Tensor, key: Tensor) -> Tensor:
+    """The mask that eager attention adds to its scores."""
+    if mask is None:
+        i, j = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
+        distance = i[:, None] - j
+        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        mask = mask[None, None] if window is None else (mask & (distance < window))[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    least = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, least)
 
 
 # ---- switching a model over ------------------------------------------------------------------------------------------------------------------
@@ -148,11 +272,15 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     reason = reason or _refusal(model, part)
     if not reason:
         register_attention()
-        if _BEFORE not in model.__dict__:
+        if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
             model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
     return Row(cls.__name__, sum(type(one) is cls for one in module.modules()), "attention", not reason, reason)
+
+
+def is_switched(model: Any) -> bool:
+    return _BEFORE in model.__dict__
 
 
 def switch_back(model: Any) -> bool:
@@ -172,10 +300,11 @@ def _attention_of(model: Any) -> Any:
 
 
 def eager_of(cls: Any) -> Any:
-    """The plain function that a class's ``forward`` falls back to."""
-    forward = cls.forward
-    known = isinstance(forward, types.FunctionType) and "eager_attention_forward" in forward.__code__.co_names
-    return forward.__globals__.get("eager_attention_forward") if known else None
+    """The plain function that a class's ``forward`` falls back to; None if it names none."""
+    forward = inspect.unwrap(cls.forward)
+    names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
+    name = next((one for one in names if one.endswith("eager_attention_forward")), None)
+    return forward.__globals__.get(name) if name else None
 
 
 def _refusal(model: Any, part: Any) -> str:
@@ -183,6 +312,8 @@ def _refusal(model: Any, part: Any) -> str:
         return "flexops does not know this model's attention"
     if model.config._attn_implementation not in _REPLACEABLE:
         return f"the model was told to use {model.config._attn_implementation}"
+    if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
+        return 'the model was given attn_implementation="eager", an explicit choice; the default is replaced'
     if getattr(model.config, "use_bidirectional_attention", None):
         return "the config asks for attention in both directions"
     cls = type(part)

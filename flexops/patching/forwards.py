@@ -180,10 +180,19 @@ def _is_as_it_was(module: Any, act: Act) -> bool:
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
+def dropouts(module: nn.Module) -> list[tuple[str, nn.Dropout]]:
+    return [(name, child) for name, child in module.named_children() if isinstance(child, nn.Dropout)]
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether one of a block's dropouts does something, or a hook listens to it."""
+    return any((one.training and one.p) or not is_unheard(one) for _, one in dropouts(module))
+
+
 @replacement
 def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act) -> Any:
     """``down(act(gate(x)) * up(x))``."""
-    if not _is_as_it_was(module, act):
+    if not _is_as_it_was(module, act) or _drops(module):
         return plain(module, x)
     gate, up = pair(x, module.gate_proj, module.up_proj)
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:

@@ -20,15 +20,28 @@ def head(module: Any, x: Tensor, *, target: Tensor | None = None, **options: Any
     return linear_cross_entropy(x, module.weight, target, module.bias, **options)
 
 
-def is_replaced(module: nn.Module | None) -> bool:
-    ours = module.__dict__.get("forward") if module is not None else None
-    return isinstance(ours, functools.partial) and ours.func is head
+def refusal(head: Any) -> str:
+    """Why a head's product stays apart from the loss; "" if it need not."""
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return ""
+    return f"its head is no linear layer, but {type(head).__name__}"
+
+
+def _is_replaced(module: Any) -> bool:
+    """Whether a module is a head of ours. A linear layer that came after the patch becomes one:
+    ``resize_token_embeddings`` makes a new head."""
+    if refusal(module):
+        return False
+    if "forward" not in module.__dict__:
+        module.__dict__["forward"] = functools.partial(head, module)
+    present = module.__dict__["forward"]
+    return isinstance(present, functools.partial) and present.func is head
 
 
 def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None) -> bool:
     """Whether the loss can be had without logits, and nobody has asked for these."""
     skip = module.training if skip_logits is None else skip_logits
-    if labels is None or not skip or not isinstance(logits_to_keep, int) or logits_to_keep != 0 or not is_replaced(module.get_output_embeddings()):
+    if labels is None or not skip or not isinstance(logits_to_keep, int) or logits_to_keep != 0 or not _is_replaced(module.get_output_embeddings()):
         return False
     if not hears_of_parameters_only(module.get_output_embeddings()):  # hooks that want logits would get the loss
         return False

@@ -144,7 +144,8 @@ def _gated_swap(module: Any) -> Swap:
 
 def _tiny_gated(module: Any) -> Miniature:
     shapes = {"gate_proj": (WIDTH, INNER), "up_proj": (WIDTH, INNER), "down_proj": (INNER, WIDTH)}
-    parts = {name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()}
+    parts: dict[str, Any] = {name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()}
+    parts |= {name: nn.Identity() for name, _ in forwards.dropouts(module)}
     return bare(module, act_fn=unheard(module.act_fn), **parts), (_input(),), {}
 
 
@@ -275,9 +276,9 @@ def _no_rotation(module: Any) -> str:
 
 
 def _no_such_loss(module: Any) -> str:
-    head = module.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return f"its head is no linear layer, but {type(head).__name__}"
+    reason = loss.refusal(module.get_output_embeddings())
+    if reason:
+        return reason
     if getattr(module.config, "final_logit_softcapping", None) is not None and "softcap" not in inspect.signature(linear_cross_entropy).parameters:
         return "its logits have a soft cap, which linear_cross_entropy does not take"
     if "_loss_function" in module.__dict__:

@@ -34,8 +34,9 @@ def one_thread() -> Iterator[None]:
 def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """Loss, logits if there are any, and the gradient of every parameter."""
     model.zero_grad()
-    output = model(**inputs, **options)
-    output.loss.backward()
+    with tiny.eagerly(model):
+        output = model(**inputs, **options)
+        output.loss.backward()
     found = {name: value.grad.float() for name, value in model.named_parameters() if value.grad is not None}
     found["loss"] = output.loss.detach().float()
     if output.logits is not None:
@@ -134,11 +135,77 @@ def test_it_generates_the_same(name: str) -> None:
     model = tiny.model(name).eval()
     inputs = tiny.batch(name, padding="left")
     asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "max_new_tokens": 4, "do_sample": False, "output_scores": True}
-    expected = model.generate(**asked, return_dict_in_generate=True)
+    with tiny.eagerly(model):
+        expected = model.generate(**asked, return_dict_in_generate=True)
     flexops.patch(model)
     actual = model.generate(**asked, return_dict_in_generate=True)
     torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
     assert actual.sequences.equal(expected.sequences)
+
+
+def attention_row(report: flexops.patching.Report) -> flexops.patching.Row:
+    return next(row for row in report.rows if row.operator == "attention")
+
+
+def test_eager_attention_that_was_chosen_stays() -> None:
+    model = tiny.model("llama", attn_implementation="eager").eval()
+    row = attention_row(flexops.patch(model))
+    assert not row.swapped
+    assert 'attn_implementation="eager"' in row.reason
+    assert model.config._attn_implementation == "eager"
+    assert model(**tiny.batch("llama"), output_attentions=True).attentions[0].shape[-1] == tiny.LENGTH
+    for chosen in ("sdpa", None):  # the default, written out or not
+        assert attention_row(flexops.patch(tiny.model("llama", attn_implementation=chosen))).swapped
+
+
+@pytest.mark.parametrize("padding", ["", "left"])
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_weights_of_attention_are_transformers_own(name: str, padding: str) -> None:
+    if name == "vit" and padding:
+        return  # there is no padding among pictures
+    model, inputs = tiny.model(name).eval(), tiny.batch(name, padding=padding)
+    with tiny.eagerly(model), torch.no_grad():
+        expected = model(**inputs, output_attentions=True)
+    assert attention_row(flexops.patch(model)).swapped
+    with torch.no_grad():
+        actual = model(**inputs, output_attentions=True)
+    assert len(actual.attentions) == len(expected.attentions) == 2
+    seen = inputs["attention_mask"].bool() if padding else torch.ones(3, 1, dtype=torch.bool)
+    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        ours, theirs = (x.transpose(1, 2)[seen.expand(3, x.shape[2])] for x in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert model(**inputs).attentions is None
+
+
+def test_assisted_generation_with_weights() -> None:
+    model, helper, inputs = tiny.model("llama").eval(), tiny.model("llama").eval(), tiny.batch("llama")
+    asked: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "output_attentions": True}
+    asked |= {"assistant_model": helper, "return_dict_in_generate": True}
+    tokens = inputs["input_ids"][:1]
+    with tiny.eagerly(model), tiny.eagerly(helper):
+        expected = model.generate(tokens, **asked)
+    flexops.patch(model)
+    actual = model.generate(tokens, **asked)
+    assert actual.sequences.equal(expected.sequences)
+    assert len(actual.attentions) == len(expected.attentions)
+    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_head_that_was_resized_has_the_fused_loss(name: str) -> None:
+    model, inputs = tiny.model(name, tie_word_embeddings=False), tiny.batch(name)
+    flexops.patch(model)
+    torch.manual_seed(1)
+    model.resize_token_embeddings(tiny.WORDS["vocab_size"] + 6)
+    assert "forward" not in model.get_output_embeddings().__dict__
+    actual = results(model, inputs)
+    assert "logits" not in actual
+    assert flexops.unpatch(model) > 0
+    assert "forward" not in model.get_output_embeddings().__dict__
+    expected = results(model, inputs)
+    del expected["logits"]
+    assert max(distance(actual, expected).values()) < 2e-5
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -374,6 +441,55 @@ def test_code_that_computes_something_else_stays_and_is_named(monkeypatch: pytes
     assert "Qwen2MLP" in str(report)
     assert "forward" not in vars(model.model.layers[0].mlp)
     assert {row.module for row in report.swapped} >= {"Qwen2RMSNorm"}
+
+
+def test_an_error_on_the_way_leaves_everything_as_it_was() -> None:
+    """A property that raises, in a module behind others that are patched before it."""
+
+    class Broken(nn.Module):
+        @property
+        def gate_proj(self) -> nn.Module:
+            raise RuntimeError("not loaded yet")
+
+    model = tiny.model("llama")
+    model.add_module("last", Broken())
+    for before in (False, True):  # also of a model that was patched before
+        with pytest.raises(RuntimeError, match="not loaded yet"):
+            flexops.patch(model)
+        patched = [part for part in model.modules() if "forward" in part.__dict__]
+        assert bool(patched) == before
+        assert (model.config._attn_implementation == "flexops") == before
+        assert bool(model.model._forward_pre_hooks) == before
+        last = model.last
+        del model.last
+        flexops.patch(model)
+        model.add_module("last", last)
+
+
+def test_an_optimizer_that_fails_leaves_everything_as_it_was() -> None:
+    model = tiny.model("llama").requires_grad_(False)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        flexops.patch(model, optimizer=True)
+    assert flexops.unpatch(model) == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_gated_block_may_have_a_dropout(rate: float) -> None:
+    """T5Gemma's, which is swapped, and runs its own code where it drops something."""
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP, T5GemmaModuleConfig
+
+    config = T5GemmaModuleConfig(hidden_size=16, intermediate_size=24, dropout_rate=rate)
+    module, x = T5GemmaMLP(config), torch.randn(2, 3, 16)
+    plain = copy.deepcopy(module)
+    (row,) = [one for one in flexops.patch(module).rows if one.module == "T5GemmaMLP"]
+    assert row.swapped, row.reason
+    assert row.operator == "geglu_linear"
+    for training in (False, True):
+        found = []
+        for one in (module, plain):
+            torch.manual_seed(0)
+            found.append(one.train(training)(x))
+        torch.testing.assert_close(*found)
 
 
 def test_unknown_classes_are_named() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +26,42 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", GROUPED),
     "gpt_neox": ("GPTNeoX", {}),
 }
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HALF_WINDOWED = {"layer_types": ["sliding_attention", "full_attention"]}
+SINKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v4": (
+        "DeepseekV4",
+        WINDOW
+        | {"head_dim": 16, "q_lora_rank": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "num_hidden_layers": 3},
+    ),
+    "gpt_oss": ("GptOss", GROUPED | WINDOW | MOE | HALF_WINDOWED | {"head_dim": 16}),
+    "granite_swa": ("GraniteSWA", GROUPED | WINDOW | HALF_WINDOWED),
+    "granitemoe_swa": ("GraniteMoeSWA", GROUPED | WINDOW | MOE | HALF_WINDOWED),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        GROUPED
+        | WINDOW
+        | HALF_WINDOWED
+        | {"head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
+}
+"""Models with attention sinks."""
+CHUNK = 5
+CHUNKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": (
+        "Llama4",
+        GROUPED
+        | MOE
+        | {"head_dim": 16, "attention_chunk_size": CHUNK, "intermediate_size_mlp": 96}
+        | {"layer_types": ["chunked_attention", "full_attention"], "num_experts_per_tok": 1},
+    ),
+}
+"""Models with attention in chunks."""
 OTHERS = ("bert", "vit")
 ALL = (*CAUSAL, *OTHERS)
+_TEXT = CAUSAL | SINKS | CHUNKS
 LENGTH, PICTURE = 12, 16
 
 
@@ -34,16 +70,16 @@ def config(name: str, **changes: Any) -> Any:
         return transformers.BertConfig(**SIZES, **WORDS, **changes)
     if name == "vit":
         return transformers.ViTConfig(**SIZES, image_size=PICTURE, patch_size=4, num_labels=7, **changes)
-    prefix, more = CAUSAL[name]
-    kind = f"{prefix}TextConfig" if name == "gemma3" else f"{prefix}Config"
-    return getattr(transformers, kind)(**SIZES, **WORDS, **more, **changes)
+    prefix, more = _TEXT[name]
+    kind = f"{prefix}TextConfig" if name in ("gemma3", "llama4") else f"{prefix}Config"
+    return getattr(transformers, kind)(**{**SIZES, **WORDS, **more, **changes})
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """In training mode, with transformers' eager attention, norms that are not all ones, and no dropout."""
+    """In training mode, with norms that are not all ones, and no dropout."""
     classes = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
     torch.manual_seed(0)
-    made = getattr(transformers, classes.get(name) or f"{CAUSAL[name][0]}ForCausalLM")(config(name, attn_implementation="eager", **changes))
+    made = getattr(transformers, classes.get(name) or f"{_TEXT[name][0]}ForCausalLM")(config(name, **changes))
     with torch.no_grad():
         for key, value in made.named_parameters():
             if value.dim() == 1:
@@ -56,6 +92,15 @@ def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         if hasattr(part, "attention_dropout"):
             part.attention_dropout = 0.0
     return made.to(dtype).train()
+
+
+@contextlib.contextmanager
+def eagerly(model: Any) -> Iterator[None]:
+    """Where transformers chose torch's attention, its eager one, which has Gemma's soft cap."""
+    config, chosen = model.config, model.config._attn_implementation
+    config._attn_implementation_internal = "eager" if chosen == "sdpa" else chosen
+    yield
+    config._attn_implementation_internal = chosen
 
 
 @functools.lru_cache

@@ -425,6 +425,20 @@ def test_what_torch_alone_has_is_torchs() -> None:
     assert torch.autograd.grad(flexops.scaled_dot_product_attention(q, q, q, bias).sum(), bias)[0].shape == (9, 9)
 
 
+def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves to torch's function does not come back to it."""
+    q = torch.randn(2, 4, 9, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q[0], q[0], q[0])
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", flexops.scaled_dot_product_attention
+    )
+    replaced = torch.nn.functional.scaled_dot_product_attention
+    assert replaced is flexops.scaled_dot_product_attention
+    torch.testing.assert_close(replaced(q[0], q[0], q[0]), expected)
+    assert replaced(q, q, q, dropout_p=0.5).shape == q.shape
+    assert replaced(q.double(), q.double(), q.double()).dtype == torch.float64
+
+
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "a head_dim of 20: plain PyTorch, in pieces"

@@ -80,7 +80,7 @@ NOT_OF_TORCH = {
     "_asdict", "_replace",  # of a NamedTuple
     "_getframe", "_exit",  # of sys and os
     "_sock",  # of what the docker package connects by
-    "_attn_implementation", "_model_mapping",  # of transformers
+    "_attn_implementation", "_model_mapping", "_supports_sdpa",  # of transformers
 }  # fmt: skip
 DOCUMENTED = ("_version", "_foreach_")
 """Torch's manual has them, for all their underscore."""

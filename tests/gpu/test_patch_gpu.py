@@ -1,0 +1,120 @@
+"""``attn_implementation="flexops"`` on a GPU, where no mask is made for a window: sinks, windows and
+chunks against the models' own eager attention."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexops.patching import attention
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
+DEVICE = "cuda"
+NAMES = [*tiny.SINKS, *tiny.CHUNKS, "mistral", "gemma2"]
+
+
+def named(name: str, implementation: str) -> Any:
+    attention.register_attention()
+    model = tiny.model(name).eval()
+    model.set_attn_implementation(implementation)
+    return model.to(DEVICE)
+
+
+def batch(name: str, padding: str) -> dict[str, Tensor]:
+    given = tiny.batch(name, padding=padding)
+    return {key: x.to(DEVICE) for key, x in given.items() if key != "labels"}
+
+
+def outcome(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits of what is no padding, and the gradient of every parameter."""
+    logits = model(**inputs, use_cache=False).logits
+    seen = logits[inputs["attention_mask"].bool()] if "attention_mask" in inputs else logits
+    weights = torch.linspace(-1, 1, seen.numel(), device=seen.device).view(seen.shape)
+    (seen.float() * weights).sum().backward()
+    found = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+    return found | {"logits": seen.detach()}
+
+
+def distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Of each tensor, relative to its size, or to a part of the largest gradient's."""
+    assert actual.keys() == expected.keys()
+    least = 1e-3 * max(x.norm().item() for key, x in expected.items() if key != "logits")
+    return {
+        key: ((actual[key] - x).norm() / x.norm().clamp(min=least)).item()
+        for key, x in expected.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # float32 has no kernels
+@pytest.mark.parametrize("padding", ["", "left"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_computes_what_eager_attention_does(name: str, padding: str) -> None:
+    inputs = batch(name, padding)
+    eager, ours = (outcome(named(name, one), inputs) for one in ("eager", attention.NAME))
+    if name in tiny.SINKS:
+        assert any(key.endswith("sinks") and x.norm() > 0 for key, x in eager.items())
+    found = distances(ours, eager)
+    assert max(found.values()) < 1e-3, found
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # float32 has no kernels
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "mistral"])
+def test_it_generates_the_tokens_of_eager_attention(name: str) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    inputs = batch(name, "left")
+    eager, ours = (
+        named(name, one).generate(**inputs, **asked) for one in ("eager", attention.NAME)
+    )
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "has_mask"),
+    [("gpt_oss", 6, False), ("mistral", 6, False), ("llama4", tiny.CHUNK, True)],
+)
+def test_only_a_window_that_is_passed_has_no_mask(name: str, size: int, has_mask: bool) -> None:
+    length = tiny.LENGTH
+    made = attention.mask(
+        1, length, length, local_size=size, config=tiny.config(name), device=torch.device(DEVICE)
+    )
+    assert (made is not None) == has_mask
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_compute_sinks_and_their_gradient(dtype: torch.dtype, window: int | None) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    torch.manual_seed(0)
+    length, config = 130, tiny.config("gpt_oss")
+    shapes = ((2, 8, length, 64), (2, 2, length, 64), (2, 2, length, 64), (8,))
+    tensors = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    grad = torch.randn(2, length, 8, 64, device=DEVICE)
+
+    def run(function: Any, dtype: torch.dtype, mask: Tensor | None) -> list[Tensor]:
+        q, k, v, sinks = (x.to(dtype).requires_grad_() for x in tensors)
+        part = SimpleNamespace(
+            sinks=sinks, num_key_value_groups=4, training=False, is_causal=True, config=config
+        )
+        options = {"scaling": 0.125, "sliding_window": window, "s_aux": sinks}
+        out = function(part, q, k, v, mask, **options)[0]
+        return [out, *torch.autograd.grad(out, (q, k, v, sinks), grad.to(dtype))]
+
+    i = torch.arange(length, device=DEVICE)
+    distance = i[:, None] - i
+    seen = (distance >= 0) & (distance < (window or length))
+    hidden = torch.zeros(length, length, device=DEVICE, dtype=torch.float64)
+    hidden = hidden.masked_fill(~seen, torch.finfo(torch.float64).min)[None, None]
+    truth = run(eager_attention_forward, torch.float64, hidden)
+    for actual, expected in zip(run(attention.attention, dtype, None), truth, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < 0.02, error
