@@ -56,6 +56,11 @@ class Schema(NamedTuple):
         return self.qualname.partition("::")[2]
 
     @property
+    def functional(self) -> bool:
+        """Whether it returns what it makes, and writes none of its arguments."""
+        return bool(self.results) and not any(argument.mutable for argument in self.arguments)
+
+    @property
     def tensors(self) -> tuple[Argument, ...]:
         return tuple(argument for argument in self.arguments if argument.tensor)
 

@@ -94,7 +94,8 @@ def kernel(
             ``lambda x: x.new_empty(x.shape[0])``: it runs on fake tensors, too.
         strided: tensors go in with the strides that they have. Otherwise they are made contiguous first.
         reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no kernel can be had; the oracle for tests.
-        backward, setup_context: as for ``torch.library.register_autograd``.
+        backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a backward pass that needs the gradient raises, and a
+            call that writes a tensor does where one of its tensors requires a gradient: on each device, and under ``torch.compile``.
         defines: macros, as ``-D``.
         include: directories with headers of your own.
         options: further options of NVRTC, such as ``"--use_fast_math"``.
@@ -103,6 +104,9 @@ def kernel(
         FlexopsError: source and schema do not fit together; the error says where. Nothing is compiled yet.
     """
     parsed = _parsed(schema)
+    if backward and not parsed.functional:
+        what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
+        raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
     signature = _chosen(source, name or parsed.name, schema)
     given = Options(grid, block, shared, cluster, args or {}, template or {}, out, strided)
     caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -350,8 +354,8 @@ class _Code:
 class _Registered:
     """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run again and again."""
 
-    def __init__(self, schema: Schema, library: Any, op: Any, caller: str, differentiable: bool) -> None:
-        self.schema, self.library, self.op, self.caller, self.differentiable = schema, library, op, caller, differentiable
+    def __init__(self, schema: Schema, library: Any, op: Any, caller: str) -> None:
+        self.schema, self.library, self.op, self.caller = schema, library, op, caller
         self.current: Any = None
         self.backward: Any = None
         self.setup_context: Any = None
@@ -364,34 +368,59 @@ def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context
             f"there is an operator {schema.qualname} already", found=f"{known.schema.text}, defined in {known.caller}", required="one definition",
             fix=f'a namespace of your own: "{caller.partition(".")[0]}::{schema.text}"',
         )  # fmt: skip
-    if known and (known.schema.text, known.differentiable) != (schema.text, bool(backward)):
+    if known and known.schema.text != schema.text:
         _torch.forget(known.library)
         known = None
     if known is None:
-        known = _defined[schema.qualname] = _new(schema, bool(backward), caller)
+        known = _defined[schema.qualname] = _new(schema, caller)
     known.backward, known.setup_context = backward, setup_context
     return known
 
 
-def _new(schema: Schema, differentiable: bool, caller: str) -> _Registered:
+def _new(schema: Schema, caller: str) -> _Registered:
     namespace, _, name = schema.qualname.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     try:
         library.define(schema.text.partition("::")[2] if "::" in schema.text.partition("(")[0] else schema.text, tags=(torch.Tag.pt2_compliant_tag,))
     except RuntimeError as error:  # somebody else's, of this name
         raise FlexopsError(f"{schema.qualname} cannot be defined", found=str(error).splitlines()[0], fix="another name or namespace") from None
-    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller, differentiable)
+    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller)
     library.impl(name, lambda *args, **kwargs: made.current.native(*args, **kwargs), "CUDA")
     library.impl(name, lambda *args, **kwargs: made.current.elsewhere(*args, **kwargs), "CompositeExplicitAutograd")
     torch.library.register_fake(schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library)
-    if differentiable:
-
-        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if made.setup_context:
-                made.setup_context(ctx, inputs, output)
-
-        torch.library.register_autograd(schema.qualname, lambda ctx, *grads: made.backward(ctx, *grads), setup_context=setup, lib=library)
+    if schema.functional:
+        _let_differentiate(made)
+    else:
+        library.impl(name, functools.partial(_guarded, made), "Autograd")
     return made
+
+
+def _let_differentiate(made: _Registered) -> None:
+    """Register the gradient, be it there or not: torch would differentiate the reference on the CPU, and leave the gradient out elsewhere."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if made.backward and made.setup_context:
+            made.setup_context(ctx, inputs, output)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return made.backward(ctx, *gradients) if made.backward else _no_gradient(made)
+
+    torch.library.register_autograd(
+        made.schema.qualname, backward, setup_context=setup, lib=made.library
+    )
+
+
+def _guarded(made: _Registered, *args: Any, **kwargs: Any) -> Any:
+    """A kernel that writes its arguments, where autograd would look at it."""
+    if _torch.is_grad_enabled() and _torch.any_requires_grad(*args, *kwargs.values()):
+        _no_gradient(made)
+    with _torch.below_autograd():
+        return made.op(*args, **kwargs)
+
+
+def _no_gradient(made: _Registered) -> NoReturn:
+    what = f"{made.schema.qualname} has no gradient: call it under torch.no_grad(), or on detached tensors"
+    raise RuntimeError(f"{what}{', or give it one (backward=...)' if made.schema.functional else ''}")
 
 
 @functools.lru_cache(maxsize=256)

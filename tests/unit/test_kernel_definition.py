@@ -231,3 +231,62 @@ def test_a_call_with_tensors_of_a_known_shape_launches_what_the_first_did(option
             assert (pointer == x.data_ptr()) == x.is_contiguous()
         assert call(None, torch.ones(0, 3), 2.0).shape == (0, 3)
         assert not launched
+
+
+NO_GRADIENT = r"has no gradient: call it under torch.no_grad\(\), or on detached tensors"
+FILL = "template <typename T> __global__ void fill(T* y, float value, int64_t n) { y[0] = value; }"
+
+
+def test_a_kernel_without_a_backward_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+    """torch would differentiate the reference in eager calls, and give None in compiled ones."""
+    scale = define(schema="no_gradient::scale(Tensor x, float factor) -> Tensor", reference=lambda x, factor: x * factor)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        scale(x, 2.0).sum().backward()
+    with pytest.raises(Exception, match=NO_GRADIENT):
+        torch.compile(lambda x: scale(x, 2.0), fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is None
+    with torch.no_grad():
+        assert scale(x, 2.0).tolist() == [2.0, 2.0, 2.0]
+    assert scale(x, 2.0).tolist() == [2.0, 2.0, 2.0], "nothing asks for a gradient"
+
+
+def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+    fill = define(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", reference=lambda y, value: y.fill_(value))
+    x = torch.ones(3, requires_grad=True)
+
+    def filled(x: Tensor) -> Tensor:
+        y = x * 2
+        fill(y, 5.0)
+        return y
+
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        filled(x)
+    with pytest.raises(Exception, match=NO_GRADIENT):
+        torch.compile(filled, fullgraph=True, backend="aot_eager")(x)
+    with torch.no_grad():
+        assert filled(x).tolist() == [5.0, 5.0, 5.0]
+        compiled = torch.compile(filled, fullgraph=True, backend="aot_eager")
+        assert compiled(x).tolist() == [5.0, 5.0, 5.0]
+    saved = x * 2
+    loss = saved.square().sum()
+    fill(saved.detach(), 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    said = refusal(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", backward=lambda ctx: None)
+    assert "writes its arguments, which has no gradient here" in said
+
+
+def test_a_gradient_may_be_given_later_and_taken_back() -> None:
+    """As a notebook's cell that is run again: the operator is the same one."""
+
+    def again(**options: Any) -> flexops.Kernel:
+        return define(schema="no_gradient::again(Tensor x, float factor) -> Tensor", name="scale", reference=lambda x, factor: x * factor, **options)
+
+    x = torch.ones(3, requires_grad=True)
+    first = again()
+    second = again(backward=lambda ctx, grad: (grad * 7, None))
+    assert second.op is first.op
+    assert torch.autograd.grad(second(x, 2.0).sum(), x)[0].tolist() == [7.0, 7.0, 7.0]
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        again()(x, 2.0).sum().backward()
