@@ -132,7 +132,7 @@ class Op:
         self._check: Callable[..., None] | None = None
         functools.update_wrapper(self, reference)
         try:
-            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, project=library.project)
+            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, always=self._ask, project=library.project)
         except (RuntimeError, ValueError) as error:
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
@@ -145,6 +145,8 @@ class Op:
             args = self._bound(args, kwargs)
         if self._has_lists:  # who looks for tensors that require a gradient does not look into tuples
             args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+        if self._check is not None and not _register.is_tracing():  # a trace asks the fake kernel
+            self._ask(*args)
         return _register.caller(self.op)(*args)
 
     def __repr__(self) -> str:
@@ -159,7 +161,8 @@ class Op:
         return function
 
     def check(self, function: F) -> F:
-        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments."""
+        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments, in each call: on any device, with the
+        native library loaded or not. A compiled call has it called while it is traced."""
         self._check = function
         return function
 
@@ -210,6 +213,15 @@ class Op:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
+
+    def _ask(self, *args: Any) -> None:
+        if self._check is None:
+            return
+        try:
+            self._check(*args)
+        except Exception:
+            self._refuse(*args)  # what the declaration says comes first, as in the reference
+            raise
 
     def _refuse(self, *args: Any) -> None:
         if self.signature:

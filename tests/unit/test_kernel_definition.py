@@ -273,7 +273,7 @@ def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -
     fill(saved.detach(), 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    said = refusal(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", backward=lambda ctx: None)
+    said = refusal(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", backward=lambda *_: None)
     assert "writes its arguments, which has no gradient here" in said
 
 
@@ -285,7 +285,7 @@ def test_a_gradient_may_be_given_later_and_taken_back() -> None:
 
     x = torch.ones(3, requires_grad=True)
     first = again()
-    second = again(backward=lambda ctx, grad: (grad * 7, None))
+    second = again(backward=lambda _, grad: (grad * 7, None))
     assert second.op is first.op
     assert torch.autograd.grad(second(x, 2.0).sum(), x)[0].tolist() == [7.0, 7.0, 7.0]
     with pytest.raises(RuntimeError, match=NO_GRADIENT):
