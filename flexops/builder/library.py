@@ -21,6 +21,8 @@ from ..op_builder.spec import OpSpec, Output, Project, Rows
 from ..ops import _register
 
 _TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
+_LONGEST_NAME = 80
+"""Of a library and of a family: both are in the name of a file, which has at most 255 bytes."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 self_checks: dict[str, list[Callable[[str], float]]] = {}
@@ -42,6 +44,9 @@ class Library:
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops))):
             required = f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing that torch.ops has itself"
             raise FlexopsError(f"no library can be called {name!r}", required=required, fix="give it another name")
+        if len(name) > _LONGEST_NAME:
+            required = f"at most {_LONGEST_NAME} characters: folders and files of the cache get it"
+            raise FlexopsError(f"no library can be called {name[:20]!r}...: it has {len(name)} characters", required=required, fix="give it a shorter name")
         place = Path(os.path.abspath(root))
         self.name = name
         self.project = Project(name, place.parent if place.suffix == ".py" or place.suffix == ".pyc" else place)
@@ -85,8 +90,12 @@ class Library:
             FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
         """
         signature = None
-        if not family.isidentifier():
-            raise FlexopsError(f"no family can be called {family!r}", required="an identifier: the name of a folder of csrc", fix="rename it, and the folder")
+        if odd := next((character for character in text if not character.isascii()), ""):
+            required = "names of ASCII letters, digits and _"
+            raise FlexopsError(f"the schema {text!a} cannot be read", found=f"{odd!a}", required=required, fix="rename it")
+        if not family.isidentifier() or len(family) > _LONGEST_NAME:
+            required = f"an identifier of at most {_LONGEST_NAME} characters: the name of a folder of csrc"
+            raise FlexopsError(f"no family can be called {family!r}", required=required, fix="rename it, and the folder")
         if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
             what, required = f"the schema {text!r} has keyword-only arguments", "that is the Python function's, not the schema's"
             raise FlexopsError(what, required=required, fix="leave *, out of the schema, and name the arguments after * in the reference")

@@ -243,7 +243,7 @@ def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bo
     yield from _contiguous(schema, pointers)
     yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
     yield "_plan = _plans.get(_key)"
-    yield f"if _plan is None: return _remember(_key, {like}, run({', '.join(argument.name for argument in schema.arguments)}))"
+    yield f"if _plan is None: return _remember(_key, {like}, _run({', '.join(argument.name for argument in schema.arguments)}))"
     yield "_kernel, _grid_x, _n, _size, _stride = _plan"
     yield f"{schema.results[0]} = _empty_strided(_size, _stride, {like}.dtype)"
     values = ["_n" if value == f"{schema.results[0]}.numel()" else value for value in bound.values]
@@ -254,7 +254,7 @@ def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bo
 def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
     yield f"_device = {first}.get_device()"
     yield "if _device != _current_device():"
-    yield f"    with _guard(_device): return run({', '.join(argument.name for argument in schema.arguments)})"
+    yield f"    with _guard(_device): return _run({', '.join(argument.name for argument in schema.arguments)})"
 
 
 def _launched(schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str) -> Iterable[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import keyword
 import math
 import operator
 import struct
@@ -39,6 +40,7 @@ _MENDS = {
 }
 """What mends an error of the compiler, by what it says."""
 
+_LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
 _MOST_THREADS = 1024  # of a block, on every GPU
 _MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
@@ -197,6 +199,7 @@ class _Code:
         }  # fmt: skip
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
         self.run: Callable[..., Any] = self.names["run"]
+        self.names["_run"] = self.run  # an argument may be called run
         self.fake: Callable[..., Any] = self.names["fake"]
 
     def public(self, op: Any) -> Kernel:
@@ -426,10 +429,14 @@ def _no_gradient(made: _Registered) -> NoReturn:
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Schema:
     try:
+        if odd := next((character for character in text if not character.isascii()), ""):
+            raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
         parsed = _torch.parse_schema(text)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
+        # of a number, torch says an IndexError of C++'s: "stod"
+        said = str(error).strip() if isinstance(error, RuntimeError) else f"in {text}: a number that no double holds"
         raise FlexopsError(
-            "flexops.kernel: the schema cannot be read", found=str(error).strip(), required="such as: scale(Tensor x, float factor) -> Tensor",
+            "flexops.kernel: the schema cannot be read", found=said, required="such as: scale(Tensor x, float factor) -> Tensor",
             fix="see docs/kernels.md",
         ) from None  # fmt: skip
     arguments = tuple(
@@ -448,6 +455,13 @@ def _parsed(text: str) -> Schema:
 
 
 def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
+    if parsed.overload_name:
+        return f"an overload: {schema.qualname}.{parsed.overload_name}", "a name of its own: without a dot"
+    if len(schema.qualname) > _LONGEST_NAME:
+        return f"a name of {len(schema.qualname)} characters", f"at most {_LONGEST_NAME}: files get it"
+    for one in schema.arguments:
+        if keyword.iskeyword(one.name) or one.name.startswith("_"):
+            return f"an argument called {one.name}", "no word of Python, and no name that begins with _"
     if not any(one.tensor and not one.optional for one in schema.arguments):
         return "no argument that is a Tensor", "one: it tells the device"
     if any(one.alias_info for one in parsed.returns):

@@ -469,6 +469,9 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),
         ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)", "no family can be called '../scale'"),
+        ("builder.Library('a' * 250, root='/elsewhere')", "it has 250 characters"),
+        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)", "of at most 80 characters"),
+        ("mylib.lib.op('scale2(Tensor x, float gr\\xf6\\xdfe) -> Tensor', family='scale')(lambda x: x)", "names of ASCII letters"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)", "outputs=builder.Output('x[0]')"),
     ],
 )

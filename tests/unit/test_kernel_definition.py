@@ -174,12 +174,28 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ({"source": "template <int N> __global__ void scale(const float* x, float* out, float factor) {}"}, ["the template's int N", "template={'N': ...}"]),
         ({"source": "__global__ void scale(const float* x, float* out, Pair factor) {}"}, ["the parameter Pair factor cannot be passed by value"]),
         ({"source": "void scale(float* x) {}"}, ["no __global__ function"]),
+        ({"schema": "scale(Tensor x, float lambda) -> Tensor"}, ["an argument called lambda", "no word of Python"]),
+        ({"schema": "scale(Tensor x, float await) -> Tensor"}, ["an argument called await"]),
+        ({"schema": "scale(Tensor x, float _op) -> Tensor"}, ["no name that begins with _"]),
+        ({"schema": "scale(Tensor x, float größe) -> Tensor"}, ["the schema cannot be read", "names are of ASCII letters"]),
+        ({"schema": "scale(Tensor x, float factor=1e999) -> Tensor"}, ["the schema cannot be read", "a number that no double holds"]),
+        ({"schema": "scale.out(Tensor x, float factor, Tensor(a!) out) -> ()"}, ["an overload: flexops_kernels::scale.out", "without a dot"]),
+        ({"schema": f"{'a' * 250}(Tensor x, float factor) -> Tensor"}, ["at most 150"]),
     ],
 )
 def test_a_definition_whose_parts_do_not_fit_is_refused_in_words(options: dict[str, Any], said: list[str]) -> None:
     text = refusal(**options)
     for part in said:
         assert part in text
+
+
+@pytest.mark.parametrize("name", ["self", "run", "print", "values"])
+def test_an_argument_may_have_the_name_of_a_part_of_the_call(name: str) -> None:
+    schema = f"scale(Tensor x, float {name}) -> Tensor"
+    source = SCALE.replace("factor", name)
+    scale = define(source, schema, reference=lambda *args: args[0] * args[1])
+    assert scale(torch.ones(2), 3.0).tolist() == [3.0, 3.0]
+    assert scale(torch.ones(2), **{name: 3.0}).tolist() == [3.0, 3.0]
 
 
 def test_two_tensors_of_one_type_must_agree() -> None:
