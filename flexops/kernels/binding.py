@@ -334,14 +334,18 @@ def _call(schema: Schema, launch: Iterable[str]) -> str:
     declared = ", ".join(["_self", *positional, *(["*", *keywords] if keywords else [])])
     forwarded = ", ".join(f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments)
     names = ", ".join(argument.name for argument in schema.arguments)
-    conditions = ["_is_compiling()", "_compiler._is_compiling_flag"]
+    conditions = []
     for tensor in schema.tensors:
         plain = f"type({tensor.name}) in _PLAIN and {tensor.name}.is_cuda"
         conditions.append(f"not ({tensor.name} is None or {plain})" if tensor.optional else f"not ({plain})")
     grads = " or ".join(f"({one.name} is not None and {one.name}.requires_grad)" if one.optional else f"{one.name}.requires_grad" for one in schema.tensors)
-    conditions += ["_modes()", "_is_transforming()", f"(({grads}) and _is_grad_enabled())"]
+    conditions += ["_modes()", f"(({grads}) and _is_grad_enabled())"]
     return (
         f"def __call__({declared}):\n"
+        f"    if _is_compiling() or _compiler._is_compiling_flag:\n"
+        f"        return _op({forwarded})\n"
+        f"    if _is_transforming() or _forward_mode._current_level >= 0:\n"
+        f"        return _transformed({names})\n"
         f"    if {' or '.join(conditions)}:\n"
         f"        return _op({forwarded})\n"
         f"    try:\n"

@@ -118,7 +118,7 @@ def kernel(
     with _lock:
         registered = _register(parsed, backward, setup_context, caller)
         registered.current = made
-    return made.public(registered.op)
+    return made.public(registered)
 
 
 class Kernel:
@@ -194,7 +194,7 @@ class _Code:
             "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
             "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
             "_current_device": _torch.current_gpu, "_stream": _torch.current_stream, "_is_compiling": _torch.is_compiling, "_compiler": _torch.compiler,
-            "_count_write": _count_write,
+            "_count_write": _count_write, "_forward_mode": _torch.forward_mode,
             "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
         }  # fmt: skip
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
@@ -202,8 +202,9 @@ class _Code:
         self.names["_run"] = self.run  # an argument may be called run
         self.fake: Callable[..., Any] = self.names["fake"]
 
-    def public(self, op: Any) -> Kernel:
-        self.names["_op"] = op
+    def public(self, registered: _Registered) -> Kernel:
+        op = self.names["_op"] = registered.op
+        self.names["_transformed"] = registered.transformed
         made: Kernel = type("Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text})()
         made.op, made.source, made.schema, made.reference, made._code = op, self.source, self.schema.text, self.reference, self
         return made
@@ -363,6 +364,65 @@ class _Registered:
         self.backward: Any = None
         self.setup_context: Any = None
 
+    def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any, **more: Any) -> None:
+        """``more``: torch's ``keyword_only_inputs``, where the schema has such arguments."""
+        if self.backward and self.setup_context:
+            if more:
+                self.setup_context(ctx=ctx, inputs=inputs, output=output, **more)
+            else:
+                self.setup_context(ctx, inputs, output)
+
+    def differentiate(self, ctx: Any, *gradients: Any) -> Any:
+        return self.backward(ctx, *gradients) if self.backward else _no_gradient(self)
+
+    def call(self, *args: Any) -> Any:
+        """The operator, with the arguments in the schema's order."""
+        named = [one.name for one in self.schema.arguments if one.keyword_only]
+        first = len(args) - len(named)
+        return self.op(*args[:first], **dict(zip(named, args[first:], strict=True)))
+
+    def transformed(self, *args: Any) -> Any:
+        """A call inside of a transform of ``torch.func``, or in forward mode."""
+        if self.schema.functional:
+            return self._function().apply(*args)
+        if _torch.forward_mode._current_level >= 0 and any(map(_is_dual, args)):
+            _no_forward_mode(self)
+        return self.call(*args)
+
+    @functools.cache  # noqa: B019 - an operator is there for the life of its process
+    def _function(self) -> type[torch.autograd.Function]:
+        """``torch.library``'s is not one that transforms take."""
+        made = self
+        named = sum(one.keyword_only for one in self.schema.arguments)
+
+        class Functional(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(*args: Any) -> Any:
+                with _torch.below_autograd():
+                    return made.call(*args)
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                if not named:
+                    return made.setup(ctx, inputs, output)
+                names = [one.name for one in made.schema.arguments][-named:]
+                more = dict(zip(names, inputs[-named:], strict=True))
+                return made.setup(ctx, inputs[:-named], output, keyword_only_inputs=more)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                given = made.differentiate(ctx, *gradients)
+                given = given if isinstance(given, (tuple, list)) else (given,)
+                return (*given, *(None,) * named)
+
+            @staticmethod
+            def jvp(*_: Any) -> Any:
+                _no_forward_mode(made)
+
+        return Functional
+
 
 def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context: Callable[..., None] | None, caller: str) -> _Registered:
     known = _defined.get(schema.qualname)
@@ -401,16 +461,19 @@ def _new(schema: Schema, caller: str) -> _Registered:
 def _let_differentiate(made: _Registered) -> None:
     """Register the gradient, be it there or not: torch would differentiate the reference on the CPU, and leave the gradient out elsewhere."""
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if made.backward and made.setup_context:
-            made.setup_context(ctx, inputs, output)
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return made.backward(ctx, *gradients) if made.backward else _no_gradient(made)
-
     torch.library.register_autograd(
-        made.schema.qualname, backward, setup_context=setup, lib=made.library
+        made.schema.qualname, made.differentiate, setup_context=made.setup, lib=made.library
     )
+
+
+def _is_dual(value: Any) -> bool:
+    dual = torch.autograd.forward_ad.unpack_dual
+    return isinstance(value, torch.Tensor) and dual(value).tangent is not None
+
+
+def _no_forward_mode(made: _Registered) -> NoReturn:
+    what = f"{made.schema.qualname} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
 def _guarded(made: _Registered, *args: Any, **kwargs: Any) -> Any:

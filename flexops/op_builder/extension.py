@@ -61,7 +61,8 @@ class PathError(FlexopsError, ValueError):
     """A path that flexops was given and that no build can use."""
 
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _LONGEST_NAME = 200  # CPython looks for PyInit_ and so many characters; a file name has at most 255 bytes
 _lock = _fork.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}

@@ -313,9 +313,17 @@ def _function(
                     return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
             return (None,) * len(ctx.needs_input_grad)
 
+        jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
+
     once = functools.partial(_once, backward)
     Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
     return Differentiable
+
+
+def _no_forward_mode(function: str, *_: Any) -> Any:
+    """What every ``jvp`` is: torch's own error names none of the functions."""
+    what = f"{function} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
 def _name_of(op: Any) -> str:
@@ -334,6 +342,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
+
+    jvp = staticmethod(functools.partial(_no_forward_mode, "flexops: a gradient"))
 
     @staticmethod
     def backward(*_: Any) -> Any:
@@ -382,6 +392,8 @@ def _functional(op: Any, forward: str, setup_context: Callable[..., None], backw
             @staticmethod
             def backward(ctx: Any, *gradients: Any) -> Any:
                 return _once(backward, ctx, *gradients[:count])
+
+            jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
 
         Functional.__name__ = Functional.__qualname__ = _name_of(op)
         return Functional

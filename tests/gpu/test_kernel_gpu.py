@@ -129,6 +129,19 @@ def test_without_a_backward_there_is_no_gradient(scale: flexops.Kernel, compiled
     assert torch.equal(scale(x, 2.0), torch.full_like(x, 2.0)), "nothing asks for a gradient"
 
 
+def test_transforms_and_no_derivative_in_forward_mode() -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor, ctx.shape = inputs[1], output.shape
+
+    trained = make_scale("transformed", backward=lambda ctx, grad: (trained(grad.expand(ctx.shape), ctx.factor), None), setup_context=setup)
+    x = torch.ones(3, 4, device="cuda")
+    expected = torch.full_like(x, 8.0)
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        assert torch.equal(transform(lambda x: trained(x, 2.0).square().sum())(x), expected)
+    with pytest.raises(NotImplementedError, match="has no derivative in forward mode"):
+        torch.func.jvp(lambda x: trained(x, 2.0), (x,), (x,))
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_torch_compile(scale: flexops.Kernel, mode: str | None) -> None:
     compiled = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, mode=mode)

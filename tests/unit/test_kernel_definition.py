@@ -306,3 +306,44 @@ def test_a_gradient_may_be_given_later_and_taken_back() -> None:
     assert torch.autograd.grad(second(x, 2.0).sum(), x)[0].tolist() == [7.0, 7.0, 7.0]
     with pytest.raises(RuntimeError, match=NO_GRADIENT):
         again()(x, 2.0).sum().backward()
+
+
+def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:
+    """torch.library's gradient is none for transforms, and in forward mode a GPU's kernel would leave the derivative out."""
+    func = torch.func
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+        assert output.shape == inputs[0].shape
+        ctx.factor = keyword_only_inputs["factor"]
+
+    def gradient(ctx: Any, grad: Tensor) -> Tensor:
+        return scale(grad, factor=ctx.factor)
+
+    schema = "transforms::scale(Tensor x, *, float factor) -> Tensor"
+    scale = define(schema=schema, reference=lambda x, factor: x * factor, backward=gradient, setup_context=setup)
+    x = torch.ones(3, 4)
+
+    def call(x: Tensor) -> Tensor:
+        return scale(x, factor=2.0)
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    assert torch.equal(func.grad(loss)(x), torch.full_like(x, 8.0))
+    assert torch.equal(func.vmap(func.grad(loss))(x), torch.full_like(x, 8.0))
+    assert torch.equal(func.grad(lambda x: func.grad(loss)(x).sum())(x), torch.full_like(x, 8.0))
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(loss(leaf), leaf)[0], torch.full_like(x, 8.0))
+    said = "transforms::scale has no derivative in forward mode"
+    with pytest.raises(NotImplementedError, match=said):
+        func.jvp(call, (x,), (x,))
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(call(x), 2 * x), "nothing asks for a derivative"
+        with pytest.raises(NotImplementedError, match=said):
+            call(forward_ad.make_dual(x, x))
+    fill = define(FILL, "transforms::fill(Tensor(a!) y, float value) -> ()", reference=lambda y, value: y.fill_(value))
+    with forward_ad.dual_level():
+        fill(x.clone(), 3.0)
+        with pytest.raises(NotImplementedError, match="transforms::fill has no derivative"):
+            fill(forward_ad.make_dual(x.clone(), x), 3.0)
