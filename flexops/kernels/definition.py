@@ -252,6 +252,10 @@ class _Code:
 
         chosen = settings.current()
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list)
+        if choice.compiler.kind != "nvrtc":  # nvcc takes C++'s library and CUDA's headers, which NVRTC rejects on the machine of the call
+            what = f"{self.schema.qualname} cannot be verified: there is no NVRTC"
+            found = f"{choice.compiler}, which compiles more than NVRTC does"
+            raise ToolchainError(what, found=found, required="NVRTC of torch's CUDA", fix=toolchain.nvrtc_fix(choice.compiler.version))
         plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in kernel_names.single(choice.architectures)]
         try:
             return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]

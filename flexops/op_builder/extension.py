@@ -240,6 +240,10 @@ def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ..
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
     asked = _asked(request, chosen)
     torch = tools.torch
+    if request.with_cuda and tools.cuda and torch and torch.cuda:
+        from ..toolchain import runtime_headers
+
+        tools = tools._replace(cuda=runtime_headers.complete(tools.cuda, chosen, torch))
     device_code = any(map(is_cuda, request.inputs)) or tools.cuda is None
     if not (request.with_cuda and device_code) or asked == "nvcc" or torch is None or not torch.cuda:
         return _built(request, tools, chosen, cache), ()
