@@ -21,6 +21,8 @@ from ..op_builder.spec import OpSpec, Output, Project, Rows
 from ..ops import _register
 
 _TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
+_LONGEST_NAME = 80
+"""Of a library and of a family: both are in the name of a file, which has at most 255 bytes."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 self_checks: dict[str, list[Callable[[str], float]]] = {}
@@ -42,6 +44,9 @@ class Library:
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops))):
             required = f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing that torch.ops has itself"
             raise FlexopsError(f"no library can be called {name!r}", required=required, fix="give it another name")
+        if len(name) > _LONGEST_NAME:
+            required = f"at most {_LONGEST_NAME} characters: folders and files of the cache get it"
+            raise FlexopsError(f"no library can be called {name[:20]!r}...: it has {len(name)} characters", required=required, fix="give it a shorter name")
         place = Path(os.path.abspath(root))
         self.name = name
         self.project = Project(name, place.parent if place.suffix == ".py" or place.suffix == ".pyc" else place)
@@ -85,8 +90,12 @@ class Library:
             FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
         """
         signature = None
-        if not family.isidentifier():
-            raise FlexopsError(f"no family can be called {family!r}", required="an identifier: the name of a folder of csrc", fix="rename it, and the folder")
+        if odd := next((character for character in text if not character.isascii()), ""):
+            required = "names of ASCII letters, digits and _"
+            raise FlexopsError(f"the schema {text!a} cannot be read", found=f"{odd!a}", required=required, fix="rename it")
+        if not family.isidentifier() or len(family) > _LONGEST_NAME:
+            required = f"an identifier of at most {_LONGEST_NAME} characters: the name of a folder of csrc"
+            raise FlexopsError(f"no family can be called {family!r}", required=required, fix="rename it, and the folder")
         if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
             what, required = f"the schema {text!r} has keyword-only arguments", "that is the Python function's, not the schema's"
             raise FlexopsError(what, required=required, fix="leave *, out of the schema, and name the arguments after * in the reference")
@@ -132,7 +141,7 @@ class Op:
         self._check: Callable[..., None] | None = None
         functools.update_wrapper(self, reference)
         try:
-            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, project=library.project)
+            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, always=self._ask, project=library.project)
         except (RuntimeError, ValueError) as error:
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
@@ -145,6 +154,8 @@ class Op:
             args = self._bound(args, kwargs)
         if self._has_lists:  # who looks for tensors that require a gradient does not look into tuples
             args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+        if self._check is not None and not _register.is_tracing():  # a trace asks the fake kernel
+            self._ask(*args)
         return _register.caller(self.op)(*args)
 
     def __repr__(self) -> str:
@@ -159,7 +170,8 @@ class Op:
         return function
 
     def check(self, function: F) -> F:
-        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments."""
+        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments, in each call: on any device, with the
+        native library loaded or not. A compiled call has it called while it is traced."""
         self._check = function
         return function
 
@@ -210,6 +222,15 @@ class Op:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
+
+    def _ask(self, *args: Any) -> None:
+        if self._check is None:
+            return
+        try:
+            self._check(*args)
+        except Exception:
+            self._refuse(*args)  # what the declaration says comes first, as in the reference
+            raise
 
     def _refuse(self, *args: Any) -> None:
         if self.signature:

@@ -56,6 +56,11 @@ class Schema(NamedTuple):
         return self.qualname.partition("::")[2]
 
     @property
+    def functional(self) -> bool:
+        """Whether it returns what it makes, and writes none of its arguments."""
+        return bool(self.results) and not any(argument.mutable for argument in self.arguments)
+
+    @property
     def tensors(self) -> tuple[Argument, ...]:
         return tuple(argument for argument in self.arguments if argument.tensor)
 
@@ -238,7 +243,7 @@ def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bo
     yield from _contiguous(schema, pointers)
     yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
     yield "_plan = _plans.get(_key)"
-    yield f"if _plan is None: return _remember(_key, {like}, run({', '.join(argument.name for argument in schema.arguments)}))"
+    yield f"if _plan is None: return _remember(_key, {like}, _run({', '.join(argument.name for argument in schema.arguments)}))"
     yield "_kernel, _grid_x, _n, _size, _stride = _plan"
     yield f"{schema.results[0]} = _empty_strided(_size, _stride, {like}.dtype)"
     values = ["_n" if value == f"{schema.results[0]}.numel()" else value for value in bound.values]
@@ -249,7 +254,7 @@ def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bo
 def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
     yield f"_device = {first}.get_device()"
     yield "if _device != _current_device():"
-    yield f"    with _guard(_device): return run({', '.join(argument.name for argument in schema.arguments)})"
+    yield f"    with _guard(_device): return _run({', '.join(argument.name for argument in schema.arguments)})"
 
 
 def _launched(schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str) -> Iterable[str]:
@@ -329,14 +334,18 @@ def _call(schema: Schema, launch: Iterable[str]) -> str:
     declared = ", ".join(["_self", *positional, *(["*", *keywords] if keywords else [])])
     forwarded = ", ".join(f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments)
     names = ", ".join(argument.name for argument in schema.arguments)
-    conditions = ["_is_compiling()", "_compiler._is_compiling_flag"]
+    conditions = []
     for tensor in schema.tensors:
         plain = f"type({tensor.name}) in _PLAIN and {tensor.name}.is_cuda"
         conditions.append(f"not ({tensor.name} is None or {plain})" if tensor.optional else f"not ({plain})")
     grads = " or ".join(f"({one.name} is not None and {one.name}.requires_grad)" if one.optional else f"{one.name}.requires_grad" for one in schema.tensors)
-    conditions += ["_modes()", "_is_transforming()", f"(({grads}) and _is_grad_enabled())"]
+    conditions += ["_modes()", f"(({grads}) and _is_grad_enabled())"]
     return (
         f"def __call__({declared}):\n"
+        f"    if _is_compiling() or _compiler._is_compiling_flag:\n"
+        f"        return _op({forwarded})\n"
+        f"    if _is_transforming() or _forward_mode._current_level >= 0:\n"
+        f"        return _transformed({names})\n"
         f"    if {' or '.join(conditions)}:\n"
         f"        return _op({forwarded})\n"
         f"    try:\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import keyword
 import math
 import operator
 import struct
@@ -39,6 +40,7 @@ _MENDS = {
 }
 """What mends an error of the compiler, by what it says."""
 
+_LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
 _MOST_THREADS = 1024  # of a block, on every GPU
 _MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
@@ -94,7 +96,8 @@ def kernel(
             ``lambda x: x.new_empty(x.shape[0])``: it runs on fake tensors, too.
         strided: tensors go in with the strides that they have. Otherwise they are made contiguous first.
         reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no kernel can be had; the oracle for tests.
-        backward, setup_context: as for ``torch.library.register_autograd``.
+        backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a backward pass that needs the gradient raises, and a
+            call that writes a tensor does where one of its tensors requires a gradient: on each device, and under ``torch.compile``.
         defines: macros, as ``-D``.
         include: directories with headers of your own.
         options: further options of NVRTC, such as ``"--use_fast_math"``.
@@ -103,6 +106,9 @@ def kernel(
         FlexopsError: source and schema do not fit together; the error says where. Nothing is compiled yet.
     """
     parsed = _parsed(schema)
+    if backward and not parsed.functional:
+        what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
+        raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
     signature = _chosen(source, name or parsed.name, schema)
     given = Options(grid, block, shared, cluster, args or {}, template or {}, out, strided)
     caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -112,7 +118,7 @@ def kernel(
     with _lock:
         registered = _register(parsed, backward, setup_context, caller)
         registered.current = made
-    return made.public(registered.op)
+    return made.public(registered)
 
 
 class Kernel:
@@ -188,15 +194,17 @@ class _Code:
             "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
             "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
             "_current_device": _torch.current_gpu, "_stream": _torch.current_stream, "_is_compiling": _torch.is_compiling, "_compiler": _torch.compiler,
-            "_count_write": _count_write,
+            "_count_write": _count_write, "_forward_mode": _torch.forward_mode,
             "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
         }  # fmt: skip
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
         self.run: Callable[..., Any] = self.names["run"]
+        self.names["_run"] = self.run  # an argument may be called run
         self.fake: Callable[..., Any] = self.names["fake"]
 
-    def public(self, op: Any) -> Kernel:
-        self.names["_op"] = op
+    def public(self, registered: _Registered) -> Kernel:
+        op = self.names["_op"] = registered.op
+        self.names["_transformed"] = registered.transformed
         made: Kernel = type("Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text})()
         made.op, made.source, made.schema, made.reference, made._code = op, self.source, self.schema.text, self.reference, self
         return made
@@ -244,6 +252,10 @@ class _Code:
 
         chosen = settings.current()
         choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list)
+        if choice.compiler.kind != "nvrtc":  # nvcc takes C++'s library and CUDA's headers, which NVRTC rejects on the machine of the call
+            what = f"{self.schema.qualname} cannot be verified: there is no NVRTC"
+            found = f"{choice.compiler}, which compiles more than NVRTC does"
+            raise ToolchainError(what, found=found, required="NVRTC of torch's CUDA", fix=toolchain.nvrtc_fix(choice.compiler.version))
         plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in kernel_names.single(choice.architectures)]
         try:
             return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]
@@ -350,11 +362,70 @@ class _Code:
 class _Registered:
     """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run again and again."""
 
-    def __init__(self, schema: Schema, library: Any, op: Any, caller: str, differentiable: bool) -> None:
-        self.schema, self.library, self.op, self.caller, self.differentiable = schema, library, op, caller, differentiable
+    def __init__(self, schema: Schema, library: Any, op: Any, caller: str) -> None:
+        self.schema, self.library, self.op, self.caller = schema, library, op, caller
         self.current: Any = None
         self.backward: Any = None
         self.setup_context: Any = None
+
+    def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any, **more: Any) -> None:
+        """``more``: torch's ``keyword_only_inputs``, where the schema has such arguments."""
+        if self.backward and self.setup_context:
+            if more:
+                self.setup_context(ctx=ctx, inputs=inputs, output=output, **more)
+            else:
+                self.setup_context(ctx, inputs, output)
+
+    def differentiate(self, ctx: Any, *gradients: Any) -> Any:
+        return self.backward(ctx, *gradients) if self.backward else _no_gradient(self)
+
+    def call(self, *args: Any) -> Any:
+        """The operator, with the arguments in the schema's order."""
+        named = [one.name for one in self.schema.arguments if one.keyword_only]
+        first = len(args) - len(named)
+        return self.op(*args[:first], **dict(zip(named, args[first:], strict=True)))
+
+    def transformed(self, *args: Any) -> Any:
+        """A call inside of a transform of ``torch.func``, or in forward mode."""
+        if self.schema.functional:
+            return self._function().apply(*args)
+        if _torch.forward_mode._current_level >= 0 and any(map(_is_dual, args)):
+            _no_forward_mode(self)
+        return self.call(*args)
+
+    @functools.cache  # noqa: B019 - an operator is there for the life of its process
+    def _function(self) -> type[torch.autograd.Function]:
+        """``torch.library``'s is not one that transforms take."""
+        made = self
+        named = sum(one.keyword_only for one in self.schema.arguments)
+
+        class Functional(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(*args: Any) -> Any:
+                with _torch.below_autograd():
+                    return made.call(*args)
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                if not named:
+                    return made.setup(ctx, inputs, output)
+                names = [one.name for one in made.schema.arguments][-named:]
+                more = dict(zip(names, inputs[-named:], strict=True))
+                return made.setup(ctx, inputs[:-named], output, keyword_only_inputs=more)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                given = made.differentiate(ctx, *gradients)
+                given = given if isinstance(given, (tuple, list)) else (given,)
+                return (*given, *(None,) * named)
+
+            @staticmethod
+            def jvp(*_: Any) -> Any:
+                _no_forward_mode(made)
+
+        return Functional
 
 
 def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context: Callable[..., None] | None, caller: str) -> _Registered:
@@ -364,43 +435,75 @@ def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context
             f"there is an operator {schema.qualname} already", found=f"{known.schema.text}, defined in {known.caller}", required="one definition",
             fix=f'a namespace of your own: "{caller.partition(".")[0]}::{schema.text}"',
         )  # fmt: skip
-    if known and (known.schema.text, known.differentiable) != (schema.text, bool(backward)):
+    if known and known.schema.text != schema.text:
         _torch.forget(known.library)
         known = None
     if known is None:
-        known = _defined[schema.qualname] = _new(schema, bool(backward), caller)
+        known = _defined[schema.qualname] = _new(schema, caller)
     known.backward, known.setup_context = backward, setup_context
     return known
 
 
-def _new(schema: Schema, differentiable: bool, caller: str) -> _Registered:
+def _new(schema: Schema, caller: str) -> _Registered:
     namespace, _, name = schema.qualname.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     try:
         library.define(schema.text.partition("::")[2] if "::" in schema.text.partition("(")[0] else schema.text, tags=(torch.Tag.pt2_compliant_tag,))
     except RuntimeError as error:  # somebody else's, of this name
         raise FlexopsError(f"{schema.qualname} cannot be defined", found=str(error).splitlines()[0], fix="another name or namespace") from None
-    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller, differentiable)
+    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller)
     library.impl(name, lambda *args, **kwargs: made.current.native(*args, **kwargs), "CUDA")
     library.impl(name, lambda *args, **kwargs: made.current.elsewhere(*args, **kwargs), "CompositeExplicitAutograd")
     torch.library.register_fake(schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library)
-    if differentiable:
-
-        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if made.setup_context:
-                made.setup_context(ctx, inputs, output)
-
-        torch.library.register_autograd(schema.qualname, lambda ctx, *grads: made.backward(ctx, *grads), setup_context=setup, lib=library)
+    if schema.functional:
+        _let_differentiate(made)
+    else:
+        library.impl(name, functools.partial(_guarded, made), "Autograd")
     return made
+
+
+def _let_differentiate(made: _Registered) -> None:
+    """Register the gradient, be it there or not: torch would differentiate the reference on the CPU, and leave the gradient out elsewhere."""
+
+    torch.library.register_autograd(
+        made.schema.qualname, made.differentiate, setup_context=made.setup, lib=made.library
+    )
+
+
+def _is_dual(value: Any) -> bool:
+    dual = torch.autograd.forward_ad.unpack_dual
+    return isinstance(value, torch.Tensor) and dual(value).tangent is not None
+
+
+def _no_forward_mode(made: _Registered) -> NoReturn:
+    what = f"{made.schema.qualname} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
+
+
+def _guarded(made: _Registered, *args: Any, **kwargs: Any) -> Any:
+    """A kernel that writes its arguments, where autograd would look at it."""
+    if _torch.is_grad_enabled() and _torch.any_requires_grad(*args, *kwargs.values()):
+        _no_gradient(made)
+    with _torch.below_autograd():
+        return made.op(*args, **kwargs)
+
+
+def _no_gradient(made: _Registered) -> NoReturn:
+    what = f"{made.schema.qualname} has no gradient: call it under torch.no_grad(), or on detached tensors"
+    raise RuntimeError(f"{what}{', or give it one (backward=...)' if made.schema.functional else ''}")
 
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Schema:
     try:
+        if odd := next((character for character in text if not character.isascii()), ""):
+            raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
         parsed = _torch.parse_schema(text)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
+        # of a number, torch says an IndexError of C++'s: "stod"
+        said = str(error).strip() if isinstance(error, RuntimeError) else f"in {text}: a number that no double holds"
         raise FlexopsError(
-            "flexops.kernel: the schema cannot be read", found=str(error).strip(), required="such as: scale(Tensor x, float factor) -> Tensor",
+            "flexops.kernel: the schema cannot be read", found=said, required="such as: scale(Tensor x, float factor) -> Tensor",
             fix="see docs/kernels.md",
         ) from None  # fmt: skip
     arguments = tuple(
@@ -419,6 +522,13 @@ def _parsed(text: str) -> Schema:
 
 
 def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
+    if parsed.overload_name:
+        return f"an overload: {schema.qualname}.{parsed.overload_name}", "a name of its own: without a dot"
+    if len(schema.qualname) > _LONGEST_NAME:
+        return f"a name of {len(schema.qualname)} characters", f"at most {_LONGEST_NAME}: files get it"
+    for one in schema.arguments:
+        if keyword.iskeyword(one.name) or one.name.startswith("_"):
+            return f"an argument called {one.name}", "no word of Python, and no name that begins with _"
     if not any(one.tensor and not one.optional for one in schema.arguments):
         return "no argument that is a Tensor", "one: it tells the device"
     if any(one.alias_info for one in parsed.returns):

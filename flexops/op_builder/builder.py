@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import _json
 from ..errors import CacheError, CompileError, FlexopsError
-from . import cache_key, compiler, counters, election, objects, search
+from . import cache_key, compiler, counters, edits, election, objects, search
 from .cache import BuildCache, Entry, places_today, replace_file
 from .cache_key import Digests
 from .compiler import Progress
@@ -122,9 +122,23 @@ def _build_for_all(
             ballot.deliver(name, digest, made.get(name))  # type: ignore[union-attr]
 
 
-def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool) -> list[Result]:
+class _Unclear(Exception):
+    """One of these headers, which a build has read, may have been another file while it did."""
+
+    def __init__(self, headers: list[str]) -> None:
+        super().__init__()
+        self.headers = headers
+
+
+def _build(
+    plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool,
+    known: Sequence[str] | None = None,
+) -> list[Result]:  # fmt: skip
+    """Build; what then is not known to be of today's files once more, with all of them known."""
+    before = edits.Before(plans, known or ())
     sources = {plan.name: cache_key.source_digests(plan) for plan in plans}
     started = time.time()
+    unclear: dict[str, list[str]] = {}
     try:
         with cache.workspace() as workspace:
             keepers = [plan for plan in plans if plan.keep_objects]
@@ -133,15 +147,22 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
             outcome = _compile(plans, workspace, progress, debug)
             seconds = time.time() - started
             for plan in keepers:
-                objects.keep(plan, workspace / plan.name, cache, sources[plan.name], started)
+                objects.keep(plan, workspace / plan.name, cache, sources[plan.name], before)
             results = []
             for plan in plans:
                 directory = workspace / plan.name
                 if outcome.failed(plan) or not (directory / plan.library).exists():
-                    results.append(Result(plan, error=_record_failure(plan, directory, cache, outcome, sources[plan.name])))
+                    error = _record_failure(plan, directory, cache, outcome, sources[plan.name], before)
+                    results.append(Result(plan, error=error))
                     continue
                 try:
-                    results.append(Result(plan, _publish(plan, directory, cache, sources[plan.name], started), seconds=seconds))
+                    entry = _publish(plan, directory, cache, sources[plan.name], before)
+                    results.append(Result(plan, entry, seconds=seconds))
+                except _Unclear as reason:
+                    if known is not None:
+                        results.append(Result(plan, error=_changed(plan)))
+                    else:
+                        unclear[plan.name] = reason.headers
                 except FlexopsError as error:
                     results.append(Result(plan, error=error))
     except OSError as error:
@@ -150,6 +171,10 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
         ) from error
     with contextlib.suppress(CacheError):  # what was built is there; that something old cannot be removed is no reason to withhold it
         cache.prune(keep=tuple(result.entry.directory for result in results if result.entry))
+    if unclear:
+        again = [plan for plan in plans if plan.name in unclear]
+        every = [header for headers in unclear.values() for header in headers]
+        results += _build(again, cache, progress, debug, every)
     return results
 
 
@@ -161,13 +186,23 @@ def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None,
     return outcome
 
 
-def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float) -> Entry:
+def _publish(
+    plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, before: edits.Before
+) -> Entry:
+    """Raises ``CompileError`` or ``_Unclear`` where the code may be of other files than today's."""
     reached = cache_key.reached_headers(plan, compiler.depfiles(plan, directory))
-    headers = search.header_states(plan, directory, reached)
+    try:
+        headers = search.header_states(plan, directory, reached)
+        same = cache_key.source_digests(plan) == sources
+    except FileNotFoundError:
+        raise _changed(plan) from None
+    # What changed while the compiler ran would file the old code under the new content's key.
     seen = places_today(plan, search.present(headers))
-    # A file edited while the compiler ran would file the old code under the new content's key. (A date in the future is a clock's fault, not an edit.)
-    if cache_key.source_digests(plan) != sources or any(started <= Path(path).stat().st_mtime <= time.time() for path in seen):
-        raise CompileError(f"the sources of {plan.name} changed while they were being compiled", fix="run it again")
+    verdict = before.verdict([*map(str, plan.sources), *seen]) if same else "changed"
+    if verdict == "changed":
+        raise _changed(plan)
+    if verdict == "unclear":
+        raise _Unclear(seen)
     glibc, glibcxx = needed_versions(directory / plan.library)
     manifest = objects.manifest_of(plan, directory, sources, headers)._replace(
         cuda_version=plan.cuda_version, architectures=plan.architectures, isa_levels=plan.isa_levels, glibc=glibc, glibcxx=glibcxx
@@ -178,11 +213,19 @@ def _publish(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Diges
     return cache.publish(directory, manifest, headers)
 
 
+def _changed(plan: BuildPlan) -> CompileError:
+    what = f"the sources of {plan.name} changed while they were being compiled"
+    return CompileError(what, fix="run it again")
+
+
 def _failure_file(plan: BuildPlan, cache: BuildCache, sources: Digests) -> Path:
     return cache.root / plan.name / f"{cache_key.base_key(plan, sources)}.failure.json"
 
 
-def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome: compiler.Outcome, sources: Digests) -> CompileError:
+def _record_failure(
+    plan: BuildPlan, directory: Path, cache: BuildCache, outcome: compiler.Outcome, sources: Digests,
+    before: edits.Before,
+) -> CompileError:  # fmt: skip
     own = _own_output(plan, outcome.output)
     found = _launcher_trouble(plan, directory, own) or diagnose(own)
     log = cache.root / plan.name / "failed-build.log"
@@ -193,7 +236,9 @@ def _record_failure(plan: BuildPlan, directory: Path, cache: BuildCache, outcome
         if outcome.complete:  # a build that was killed says nothing about the next
             told = [path for path in compiler.depfiles(plan, directory) if path.exists()]
             headers = search.header_states(plan, directory, cache_key.reached_headers(plan, told))
-            replace_file(_failure_file(plan, cache, sources), json.dumps({**record, "number": os.urandom(8).hex(), "headers": headers}))
+            if before.verdict(places_today(plan, search.present(headers))) == "same":
+                told_to_others = {**record, "number": os.urandom(8).hex(), "headers": headers}
+                replace_file(_failure_file(plan, cache, sources), json.dumps(told_to_others))
     return _error(record)
 
 

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .plan import BuildPlan
@@ -57,6 +57,23 @@ def file_state(path: str | Path) -> str:
         return file_digest(path)
     except (FileNotFoundError, NotADirectoryError):
         return ABSENT
+
+
+class FileStamp(NamedTuple):
+    """What a file was: its content, and what differs where another has taken its place."""
+
+    digest: str
+    file: tuple[int, ...] = ()
+
+
+def file_stamp(path: str | Path) -> FileStamp:
+    """Of device, inode, size and both dates; ``ABSENT`` for a file that cannot be read."""
+    try:
+        seen = os.stat(path)
+        file = (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+        return FileStamp(file_digest(path), file)
+    except OSError:
+        return FileStamp(ABSENT)
 
 
 def header_states(recorded: Digests, places: Sequence[str]) -> Digests:

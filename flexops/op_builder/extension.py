@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import functools
 import importlib.machinery
 import importlib.util
 import itertools
@@ -17,10 +19,10 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from .. import _fork, toolchain, trust
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
@@ -59,6 +61,9 @@ class PathError(FlexopsError, ValueError):
     """A path that flexops was given and that no build can use."""
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LONGEST_NAME = 200  # CPython looks for PyInit_ and so many characters; a file name has at most 255 bytes
 _lock = _fork.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}
 _numbers = itertools.count()
@@ -66,6 +71,33 @@ _given: dict[str, tuple[Program, ...]] = {}  # path of each library opened -> th
 _opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
 
 
+def explained(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Lets what fails in a process that may open no more files say so, whatever failed first: an import, the cache, a tool."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except (OSError, ImportError, FlexopsError) as error:
+            if problem := _no_descriptor():
+                raise problem from error
+            raise
+
+    return call
+
+
+def _no_descriptor() -> FlexopsError | None:
+    """The error of a process that has no file descriptor left; imports nothing, as that would take one."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            required = "some dozens: for sources, the cache, the compiler's pipes and locks"
+            return FlexopsError(f"no file can be opened: {error.strerror}", required=required, fix="ulimit -n 1024, or close files")
+    return None
+
+
+@explained
 def load(
     name: str,
     sources: str | Path | Sequence[str | Path],
@@ -135,8 +167,22 @@ def load(
 def load_request(request: Request, *, build_directory: str | Path | None = None, verbose: bool = False, precompile: bool = False) -> ModuleType | str:
     """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's headers first, whatever that takes."""
     for flag in (*request.cflags, *request.cuda_cflags, *request.ldflags):
-        if "\n" in flag:
-            raise ValueError(f"extension {request.name}: the argument {flag!r} has a newline, which no build file can hold")
+        if not _is_writable(flag.replace("\t", " ")):
+            raise ValueError(f"extension {request.name}: the argument {flag!a} has a newline or what is not UTF-8, which no build file can hold")
+    for text_name, text in request.texts:
+        if odd := next((character for character in text if "\ud800" <= character <= "\udfff"), ""):
+            raise ValueError(f"extension {request.name}: {text_name} has {odd!a}, which is not UTF-8")
+    try:
+        return _load_request(request, build_directory, verbose, precompile)
+    except FileNotFoundError as error:
+        gone = next((path for path in request.sources if not path.is_file()), None)
+        if gone is None or isinstance(error, FlexopsError):
+            raise
+        what = f"extension {request.name}: the source {gone} was deleted while it was loaded"
+        raise SourceNotFoundError(what, fix="put it back, and run it again") from error
+
+
+def _load_request(request: Request, build_directory: str | Path | None, verbose: bool, precompile: bool) -> ModuleType | str:
     chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
     if verbose:
         chosen = chosen._replace(log="debug")
@@ -194,6 +240,10 @@ def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ..
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
     asked = _asked(request, chosen)
     torch = tools.torch
+    if request.with_cuda and tools.cuda and torch and torch.cuda:
+        from ..toolchain import runtime_headers
+
+        tools = tools._replace(cuda=runtime_headers.complete(tools.cuda, chosen, torch))
     device_code = any(map(is_cuda, request.inputs)) or tools.cuda is None
     if not (request.with_cuda and device_code) or asked == "nvcc" or torch is None or not torch.cuda:
         return _built(request, tools, chosen, cache), ()
@@ -382,7 +432,11 @@ def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Setting
 def check_request(name: str, is_python_module: bool, is_standalone: bool, sycl: bool) -> None:
     if is_python_module and is_standalone:
         raise ValueError("is_python_module and is_standalone exclude each other")
-    if not _is_writable(name) or not name or os.sep in name or name.startswith((".", "-")) or (is_python_module and not name.isidentifier()):
+    if len(name.encode(errors="replace")) > _LONGEST_NAME:
+        what = f"{name[:20]!r}... cannot name an extension: it has {len(name)} characters"
+        raise ValueError(f"{what}, and {_LONGEST_NAME} is the most that CPython and file names have room for")
+    fit = not is_python_module or (name.isidentifier() and name.isascii())
+    if not _is_writable(name) or not name or os.sep in name or name.startswith((".", "-")) or not fit:
         raise ValueError(f"{name!r} cannot name an extension: it becomes part of C++ code and of file names")
     if sycl:
         raise ToolchainError("flexops.load does not build SYCL sources", fix="torch.utils.cpp_extension.load does")

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from .extension import absolute, check_request, load_request
+from .extension import absolute, check_request, explained, load_request
 from .extension_plan import Request, arguments
 
 CPP_NAME, CUDA_NAME = "main.cpp", "cuda.cu"
@@ -15,6 +15,7 @@ _CPP_HEADERS = ("#include <torch/extension.h>",)
 _CUDA_HEADERS = ("#include <torch/types.h>", "#include <cuda.h>", "#include <cuda_runtime.h>")
 
 
+@explained
 def load_inline(
     name: str,
     cpp_sources: str | Sequence[str],

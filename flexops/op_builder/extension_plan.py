@@ -268,7 +268,9 @@ def _compile_steps(
         if device and is_cuda(source):
             steps.append(Step("device", output, (source,), (*device, *tail), NVCC_TORCH_STEP_BYTES))
         else:
-            own = ("-idirafter", str(csrc_root()), *request.halves_cflags) if source in request.halves else request.cflags
+            # Where CUDA's own are torch's: those have neither crt/ nor nv/, which its headers include.
+            stand_ins = ("-idirafter", str(csrc_root())) if request.halves else ()
+            own = (*stand_ins, *(request.halves_cflags if source in request.halves else request.cflags))
             steps.append(Step("host", output, (source,), (*host, *own, *tail), TORCH_HEADER_STEP_BYTES))
     return steps
 

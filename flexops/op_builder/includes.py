@@ -29,9 +29,14 @@ def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[st
     return _scan(header, text, folder, include_dirs, set())
 
 
-def own_headers(text: str, folder: str, include_dirs: Sequence[str]) -> list[str]:
-    """Every file of the user's own that a source can reach, whichever branch of a condition its ``#include`` stands in."""
-    found: dict[str, None] = {}
+def own_headers(
+    text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None] | None = None
+) -> list[str]:
+    """Every file of the user's own that a source can reach, whichever branch of a condition its ``#include`` stands in.
+
+    ``found`` has those of the sources before it, with the same include path: each is read once.
+    """
+    found = {} if found is None else found
     _collect(text, folder, include_dirs, found)
     return list(found)
 

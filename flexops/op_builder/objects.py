@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ..errors import CacheError
-from . import cache_key, search
+from . import cache_key, edits, search
 from .cache import BuildCache, places_today
 from .cache_key import Digests
 from .manifest import Manifest, file_crc32
@@ -35,18 +35,23 @@ def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
             os.link(entry.library, directory / step.output)
 
 
-def keep(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float) -> None:
+def keep(
+    plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, before: edits.Before
+) -> None:
     """Store the objects that a build left in its directory. A convenience: what cannot be stored is not."""
     for step in _compiles(plan):
         built = directory / step.output
         single = _single(plan, step)
         with contextlib.suppress(OSError, CacheError):
+            if built.stat().st_nlink > 1:  # it came from the cache
+                continue
             mine = cache_key.source_digests(single)
             reached = cache_key.reached_headers(single, [directory / f"{step.output}.d"])
-            edited = any(sources.get(name) != digest for name, digest in mine.items()) or any(os.stat(path).st_mtime >= started for path in reached)
-            if edited or built.stat().st_nlink > 1:  # more than one link: it came from the cache
-                continue
-            _store(single, step, built, cache, mine, search.header_states(single, directory, reached))
+            headers = search.header_states(single, directory, reached)
+            seen = [*map(str, single.sources), *places_today(single, search.present(headers))]
+            edited = any(sources.get(name) != digest for name, digest in mine.items())
+            if not edited and before.verdict(seen) == "same":
+                _store(single, step, built, cache, mine, headers)
 
 
 def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:

@@ -60,6 +60,7 @@ def define(
     fake: Callable[..., Any],
     *,
     check: Callable[..., None] | None = None,
+    always: Callable[..., None] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     plain: bool = False,
@@ -81,6 +82,8 @@ def define(
             fake kernel, and by ``caller`` after native kernels have refused an argument: these check in less time, and a call that is right waits for no
             Python. That all tensors are dense and on one device needs no check of
             the op's own.
+        always: the part of ``check`` that native kernels lack: asked where the op itself is called
+            above autograd. ``caller`` leaves it to the public function.
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
             coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
@@ -111,7 +114,7 @@ def define(
         define(family, plain_schema, reference, fake, check=check, hidden=True, function=function, tags=tags, project=project)
         # modes and subclasses of tensors see the op that was called
         library.impl(f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python")
-    _parts[op] = _Parts(library, f"{op}_plain" if plain else "", refuse, called)
+    _parts[op] = _Parts(library, f"{op}_plain" if plain else "", refuse, called, always)
     if backward is not None and setup_context is not None:
         add_gradient(operator_of(op), setup_context, backward)
 
@@ -130,6 +133,7 @@ class _Parts(NamedTuple):
     plain: str
     refuse: Callable[..., None]
     called: str
+    always: Callable[..., None] | None
 
 
 _parts: dict[str, _Parts] = {}
@@ -151,12 +155,12 @@ def add_gradient(
     """
     if forward:
         public[forward] = op
-    library, _, refuse, called = _parts[op.name()]
+    library, _, refuse, called, always = _parts[op.name()]
     known = op in _differentiable
     _refusing.discard(op)
     function = _differentiable[op] = functools.cache(functools.partial(_function, op, forward, setup_context, backward))
     if not known:
-        library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op), "Autograd")
+        library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op, always), "Autograd")
     _applies[op] = functools.cache(lambda: _without_lists(op, called, apply_of(function())))
     transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
     _callers[op] = _caller(op, _applies[op], lambda *args: _without_lists(op, called, transformed)(*args), refuse)
@@ -187,7 +191,7 @@ def refusal_of(op: Any) -> Callable[..., None]:
 def guard_gradient(op: Any) -> None:
     """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
     it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
-    schema, (library, _, refuse, called), below = schema_of(op), _parts[op.name()], _below(op)
+    schema, (library, _, refuse, called, always), below = schema_of(op), _parts[op.name()], _below(op)
     name = schema.name.partition("::")[2]
     what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
@@ -196,6 +200,8 @@ def guard_gradient(op: Any) -> None:
         return
 
     def guarded(*args: Any) -> Any:
+        if always is not None:
+            always(*args)
         return _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
 
     library.impl(name, guarded, "Autograd")
@@ -270,9 +276,16 @@ def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
         return op(*args)
 
 
-def _autograd(op: Any, *args: Any) -> Any:
+def is_tracing() -> bool:
+    """Whether a call is seen by a compiler, which asks the op's fake kernel."""
+    return is_compiling() or bool(compiler._is_compiling_flag)
+
+
+def _autograd(op: Any, always: Callable[..., None] | None, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``, which
     public functions do elsewhere."""
+    if always is not None:
+        always(*args)
     if is_grad_enabled() and any_requires_grad(*args):
         return _differentiable[op]().apply(*args) if is_transforming() else _applies[op]()(*args)
     return _below_autograd(builtin(op), *args)
@@ -300,9 +313,17 @@ def _function(
                     return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
             return (None,) * len(ctx.needs_input_grad)
 
+        jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
+
     once = functools.partial(_once, backward)
     Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
     return Differentiable
+
+
+def _no_forward_mode(function: str, *_: Any) -> Any:
+    """What every ``jvp`` is: torch's own error names none of the functions."""
+    what = f"{function} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
 def _name_of(op: Any) -> str:
@@ -321,6 +342,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
+
+    jvp = staticmethod(functools.partial(_no_forward_mode, "flexops: a gradient"))
 
     @staticmethod
     def backward(*_: Any) -> Any:
@@ -369,6 +392,8 @@ def _functional(op: Any, forward: str, setup_context: Callable[..., None], backw
             @staticmethod
             def backward(ctx: Any, *gradients: Any) -> Any:
                 return _once(backward, ctx, *gradients[:count])
+
+            jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
 
         Functional.__name__ = Functional.__qualname__ = _name_of(op)
         return Functional

@@ -109,7 +109,12 @@ class Rules:
 
     def compiler_for_standard(self, compiler: HostCompiler, standard: int) -> Verdict:
         """Can this compiler read headers of that C++ standard (17 or 20), as torch writes them?"""
-        least = Version.parse(self._document[f"least_{compiler.kind}"][str(standard)])
+        known = self._document[f"least_{compiler.kind}"]
+        if str(standard) not in known:
+            what = f"there is no rule for C++{standard} as the standard of torch's headers"
+            required = ", ".join(f"C++{one}" for one in known)
+            raise ToolchainError(what, found=str(standard), required=required, fix="correct the C++ standard")
+        least = Version.parse(known[str(standard)])
         if compiler.version >= least:
             return Verdict(True)
         return Verdict(False, f"{compiler.kind} {compiler.version} is too old for torch's C++{standard} headers ({compiler.kind} {least} at least)")

@@ -26,6 +26,15 @@ def find(settings: Settings, torch: TorchBuild) -> CudaToolkit | None:
     return None
 
 
+def complete(cuda: CudaToolkit, settings: Settings, torch: TorchBuild) -> CudaToolkit:
+    """A toolkit with, behind its own headers, those of torch's that it lacks: an index's nvcc has no cusparse.h beside it, which ATen/cuda includes."""
+    if any(os.path.exists(path / "cusparse.h") for path in cuda.include_dirs):
+        return cuda
+    found = find(settings, torch)
+    more = [path for path in found.include_dirs if path not in cuda.include_dirs] if found else []
+    return cuda._replace(include_dirs=(*cuda.include_dirs, *more))
+
+
 def _read(folder: str, major: int) -> CudaToolkit | None:
     include, library = f"{folder}/include", f"{folder}/lib"
     try:

@@ -450,8 +450,74 @@ def _age(world: World, folder: Path, cache: BuildCache) -> None:
         os.utime(path, (moment, moment))
 
 
+# ---- headers ---------------------------------------------------------------
+
+
+_SWAPS = ("cp -p", "mv", "mv of the folder", "a date in the future", "there and back")
+
+
+def headers(world: World) -> None:
+    """A header is replaced at a random moment of its compile; what is built next answers as it says.
+    """
+    cache = BuildCache(world.folder / "cache", max_bytes=2**20)
+    usual = min(_time_of_one(world, cache, -number) for number in range(1, 4))
+    for number in world.each():
+        how = _SWAPS[number % len(_SWAPS)]
+        world.guarded(
+            lambda number=number, how=how: _header_one(world, cache, 2 * number + 2, how, usual),  # type: ignore[misc]
+            f"round {number}, {how}",
+        )
+
+
+def _header_one(world: World, cache: BuildCache, number: int, how: str, usual: float) -> None:
+    folder = world.folder / "swapped"
+    shutil.rmtree(folder, ignore_errors=True)
+    plan = plan_of(folder, number)
+    include, after = folder / "include", folder / "after"
+    for place, answered in ((include, number), (after, number + 1)):
+        place.mkdir()
+        text = f"inline int answer_of_header() {{ return {answered}; }}\n"
+        (place / "tiny.h").write_text(text)
+        os.utime(place / "tiny.h", (1e9, 1e9))  # older than any build, and one date for both
+    (folder / "tiny.h").unlink()
+    compile_, link = plan.steps
+    compiler, *arguments = compile_.command
+    compile_ = compile_._replace(command=(compiler, f"-I{include}", *arguments))
+    plan = plan._replace(steps=(compile_, link))
+    during = start(lambda: obtain(plan, cache))
+    time.sleep(world.dice.random() * usual)
+    _swap(how, include, after, world.dice.random() * usual / 2)
+    said = during.wait()
+    told = "changed while" in said.get("error", "")
+    world.tally.count(f"{how}: {'told' if told else said.get('value', number) - number}")
+    right = number + (how != "there and back")
+    if not told and said.get("value") not in (number, number + 1):
+        expect(said, right)
+    expect(run(lambda: obtain(plan, cache)), right)
+    shutil.rmtree(cache.root / plan.name, ignore_errors=True)
+
+
+def _swap(how: str, include: Path, after: Path, pause: float) -> None:
+    """Put the header of ``after`` in the place of that in ``include``."""
+    header = include / "tiny.h"
+    if how == "mv of the folder":
+        include.rename(include.with_name("before"))
+        after.rename(include)
+    elif how == "there and back":
+        shutil.copy2(header, include / "kept")
+        shutil.copy2(after / "tiny.h", header)
+        time.sleep(pause)
+        shutil.copy2(include / "kept", header)
+    elif how == "mv":
+        (after / "tiny.h").rename(header)
+    else:
+        shutil.copy2(after / "tiny.h", header)
+        if how == "a date in the future":
+            os.utime(header, (time.time() + 3600,) * 2)
+
+
 PARTS: dict[str, tuple[Callable[[World], None], float]] = {
     "kills": (kills, 1), "crowd": (crowd, 0.02), "flips": (flips, 1), "disks": (disks, 0.1), "forged": (forged, 0.1), "fork": (forks, 0.2),
-    "clocks": (clocks, 0.2),
+    "clocks": (clocks, 0.2), "headers": (headers, 0.2),
 }  # fmt: skip
 """Each part, and how many of its rounds there are to one kill."""

@@ -471,6 +471,9 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),
         ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)", "no family can be called '../scale'"),
+        ("builder.Library('a' * 250, root='/elsewhere')", "it has 250 characters"),
+        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)", "of at most 80 characters"),
+        ("mylib.lib.op('scale2(Tensor x, float gr\\xf6\\xdfe) -> Tensor', family='scale')(lambda x: x)", "names of ASCII letters"),
         ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)", "outputs=builder.Output('x[0]')"),
     ),
 )
@@ -526,6 +529,52 @@ def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package: Path) -> 
     said = run(CALL + WHERE, package)
     assert "runs as plain PyTorch: mylib.scale-cpu could not be built" in said
     assert "__builtin_sqrtf" in said
+
+
+CHECKED = """
+import torch, mylib, flexops
+
+@mylib.scale.check
+def positive(x, factor):
+    if factor < 0 or x.shape[:1] == (13,):
+        raise ValueError("mylib.scale: factor must not be negative")
+
+def said(call, *args):
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__ + ": " + str(error)
+    return "passed"
+
+x = torch.ones(4)
+ways = [
+    *[("call", mylib.scale, x)] * 2,
+    ("with a gradient", mylib.scale, x.clone().requires_grad_()),
+    ("by name", lambda x, factor: mylib.scale(factor=factor, x=x), x),
+    ("meta", mylib.scale, x.to("meta")),
+    ("torch.ops", torch.ops.mylib.scale, x),
+    ("vmap", torch.func.vmap(mylib.scale, in_dims=(0, None)), x),
+    ("compiled", torch.compile(lambda x, factor: mylib.scale(x, factor), fullgraph=True, backend="eager"), x),
+]
+for how, call, given in ways:
+    assert said(call, given, 2.0) == "passed", how
+    assert "factor must not be negative" in said(call, given, -1.0), (how, said(call, given, -1.0))
+    assert said(call, given, 3.0) == "passed", how
+with torch.no_grad():
+    assert said(mylib.scale, x, -1.0) == "ValueError: mylib.scale: factor must not be negative"
+with torch.inference_mode():
+    assert said(mylib.scale, x, -1.0) == "ValueError: mylib.scale: factor must not be negative"
+assert said(mylib.scale, None, -1.0).startswith("TypeError: mylib.scale: x must be a tensor")
+print(*[one.backend for one in flexops.status() if one.op == "mylib.scale"])
+"""
+
+
+@pytest.mark.parametrize(("jit", "backend"), [("1", "jit"), ("0", "reference")])
+def test_a_check_is_called_in_each_call(package: Path, tmp_path: Path, jit: str, backend: str) -> None:
+    """The native library does not have it: without it, what the first call refused passed after it."""
+    cache = str(tmp_path / "cache") if jit == "0" else os.environ["FLEXOPS_CACHE_DIR"]
+    code = "import warnings; warnings.simplefilter('ignore')\n" + CHECKED
+    assert backend in run(code, package, FLEXOPS_JIT=jit, FLEXOPS_CACHE_DIR=cache)
 
 
 @pytest.mark.extra

@@ -12,7 +12,10 @@ import torch
 from extension_tools import AUDIT, MODULE, environment, run, start, write_module
 
 import flexops
+from flexops import settings
 from flexops.errors import CompileError, FlexopsError, ToolchainError
+from flexops.op_builder import extension
+from flexops.op_builder.cache import BuildCache
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +244,52 @@ def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
         flexops.load("awkward", [folder / "a b.cpp"], extra_cflags=["'-DTEXT=a\nb'"])
     with pytest.raises(ValueError, match="cannot name"):
         flexops.load("-Wl", [folder / "a b.cpp"], is_python_module=False)
+
+
+def test_names_and_arguments_that_no_file_can_have(tmp_path: Path) -> None:
+    source = write_module(tmp_path, "1")
+    for module in (True, False):
+        with pytest.raises(ValueError, match="it has 250 characters"):
+            flexops.load("a" * 250, [source], is_python_module=module)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        flexops.load("odd", [source], extra_cflags=["-DX=\udcff"])
+    with pytest.raises(ValueError, match="not UTF-8"):
+        flexops.load("odd", [source], extra_ldflags=["-L/\ud800"])
+    with pytest.raises(ValueError, match=r"main.cpp has '\\udcff', which is not UTF-8"):
+        flexops.load_inline("odd", "int x; // \udcff")
+
+
+def test_a_source_that_is_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_module(tmp_path, "1")
+    known = extension.open_cache
+
+    def deleting(chosen: settings.Settings) -> BuildCache:
+        source.unlink()
+        return known(chosen)
+
+    monkeypatch.setattr(extension, "open_cache", deleting)
+    with pytest.raises(extension.SourceNotFoundError, match="was deleted while it was loaded"):
+        flexops.load("deleted", [source])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_process_that_may_open_no_file(tmp_path: Path, before: bool) -> None:
+    source = write_module(tmp_path, "1")
+    code = f"""
+import resource, flexops
+flexops.load
+if {before}: flexops.load("full", [{str(source)!r}])
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+try:
+    flexops.load("full", [{str(source)!r}])
+except Exception as error:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    print(type(error).__name__, error)
+"""
+    said = run(code, environment(tmp_path / "cache")).stdout
+    assert "FlexopsError no file can be opened: Too many open files" in said
+    assert "fix: ulimit -n" in said
 
 
 @pytest.mark.parametrize("module", [True, False])

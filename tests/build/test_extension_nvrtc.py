@@ -17,7 +17,7 @@ from flexops import settings, toolchain
 from flexops.compute_capability import Architecture, ComputeCapability
 from flexops.errors import ToolchainError
 from flexops.op_builder import extension, extension_nvrtc, layout, provider
-from flexops.op_builder.extension_plan import Request
+from flexops.op_builder.extension_plan import Request, plan_extension
 from flexops.op_builder.kernel_compiler import Worker
 from flexops.op_builder.program import Program
 from flexops.toolchain import runtime_headers
@@ -353,6 +353,59 @@ def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(tmp_path:
     (tmp_path / "one.cpp").write_text("#include <common/extension_launch.h>\n__global__ void __launch_bounds__(32) k(float4 x);\n")
     include_flags = ("-isystem", str(include), "-idirafter", str(layout.csrc_root()))
     subprocess.run([str(host_compiler.path), "-fsyntax-only", "-std=c++17", *include_flags, str(tmp_path / "one.cpp")], check=True)
+
+
+def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(tmp_path: Path, without_nvcc: Toolchain) -> None:
+    """The runtime's wheel has neither crt/ nor nv/, which its headers include."""
+    assert without_nvcc.torch
+    known = runtime_headers.find(settings.current(), without_nvcc.torch)
+    assert known
+    include = tmp_path / "include"
+    include.mkdir()
+    for name in known.include_dirs[0].iterdir():
+        if name.name not in ("crt", "nv"):
+            (include / name.name).symlink_to(name)
+    request = _request(tmp_path, "__global__ void k() {}\nvoid f() { k<<<1, 1>>>(); }\n")
+    source = tmp_path / "two.cpp"
+    source.write_text("#include <cuda_runtime.h>\nfloat4 two() { return make_float4(1, 2, 3, 4); }\n")
+    request = request._replace(sources=(*request.sources, source))
+    cuda = known._replace(include_dirs=(include,))
+    prepared = extension_nvrtc.prepare(request, without_nvcc, without_nvcc.torch, cuda)
+    plan = plan_extension(prepared.request, prepared.tools, extension.python_build())
+    (step,) = [step for step in plan.steps if str(source) in step.inputs]
+    subprocess.run([*step.command, "-fsyntax-only"], cwd=tmp_path, check=True)
+
+
+def test_nvcc_finds_torchs_headers_that_its_toolkit_lacks(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit, without_nvcc: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert without_nvcc.torch
+    own, sparse = tmp_path / "own", tmp_path / "nvidia" / "cusparse" / "include"
+    own.mkdir()
+    sparse.mkdir(parents=True)
+    (sparse / "cusparse.h").touch()
+    toolkit = nvcc_toolkit._replace(include_dirs=(own,))
+    found = nvcc_toolkit._replace(include_dirs=(own, sparse))
+    monkeypatch.setattr(runtime_headers, "find", lambda *_: found)
+    whole = runtime_headers.complete(toolkit, settings.current(), without_nvcc.torch)
+    assert whole.include_dirs == (own, sparse)
+    (own / "cusparse.h").touch()
+    alone = runtime_headers.complete(toolkit, settings.current(), without_nvcc.torch)
+    assert alone.include_dirs == (own,)
+    (own / "cusparse.h").unlink()
+    torch = without_nvcc.torch
+    tools = without_nvcc._replace(cuda=toolkit, torch=torch)
+    seen = []
+
+    def built(request: Request, tools: Toolchain, *_: Any, **__: Any) -> None:
+        assert request
+        assert tools.cuda
+        seen.append(tools.cuda.include_dirs)
+
+    monkeypatch.setattr(toolchain, "discover", lambda *_, **__: tools)
+    monkeypatch.setattr(extension, "_built", built)
+    extension.obtain(_request(tmp_path, "", device_compiler="nvcc"), settings.current())
+    assert seen == [(own, sparse)]
 
 
 # ---- the code ---------------------------------------------------------------------------------------------------------------------------------------

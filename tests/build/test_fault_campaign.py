@@ -32,6 +32,7 @@ FAULTS = {
     "forged": ("from flexops import trust; trust.problem = lambda status: ''; trust.path_problem = lambda path: ''", "foreign code"),
     "flips": (_RAISES, "traceback"),
     "texts": ("from flexops import _json; _json.parse = json.loads", "traceback"),
+    "headers": ("from flexops.op_builder import edits; edits.Before.verdict = lambda *_: 'same'", "wrong result"),
 }
 
 
@@ -58,7 +59,7 @@ def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("part", ["forged", "flips", "texts"])
+@pytest.mark.parametrize("part", ["forged", "flips", "headers", "texts"])
 def test_what_is_broken_on_purpose_is_found(host_compiler: object, require: Callable[..., None], part: str) -> None:
     assert host_compiler
     fault, kind = FAULTS[part]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flexops
 from flexops import _torch, settings
-from flexops.errors import CompileError, NativeUnavailableError
+from flexops.errors import CompileError, NativeUnavailableError, ToolchainError
 from flexops.op_builder import device_code, kernel_compiler, provider
 from flexops.op_builder.loader import FallbackWarning
 
@@ -367,6 +367,21 @@ def test_without_a_compiler_the_reference_runs_or_the_error_says_why(monkeypatch
     monkeypatch.setenv("FLEXOPS_JIT", "0")
     settings.current.cache_clear()
     assert launched(alone)(torch.ones(2), 2.0).shape == (2,)
+
+
+def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc compiles what NVRTC rejects where the kernel is called: C++'s library, say."""
+    known = provider.compiler_for
+
+    def without_nvrtc(*args: Any, **options: Any) -> provider.Choice:
+        choice = known(*args, **options)
+        nvcc = choice.compiler._replace(kind="nvcc", path=Path("/nowhere/nvcc"))
+        return choice._replace(compiler=nvcc)
+
+    monkeypatch.setattr(provider, "compiler_for", without_nvrtc)
+    with pytest.raises(ToolchainError, match="scale cannot be verified: there is no NVRTC") as caught:
+        flexops.kernel(SCALE, SCHEMA).compile(torch.ones(2), 2.0, arch="9.0")
+    assert "pip install" in caught.value.fix
 
 
 def test_a_gpu_newer_than_the_compiler_gets_ptx(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,6 +103,45 @@ def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
         assert torch.equal(torch.autograd.grad(call(x, 3.0).sum(), x)[0], torch.full_like(x, 3.0))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_a_backward_there_is_no_gradient(scale: flexops.Kernel, compiled: bool) -> None:
+    fill = flexops.kernel(
+        "__global__ void set(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] = value; }",
+        "gpu_kernels::set(Tensor(a!) y, float value) -> ()",
+    )
+
+    def filled(x: Tensor) -> Tensor:
+        y = x * 2
+        fill(y, 5.0)
+        return y
+
+    def scaled(x: Tensor) -> Tensor:
+        return scale(x, 2.0)
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    for call in (filled, scaled):
+        run = torch.compile(call, fullgraph=True) if compiled else call
+        with pytest.raises(Exception, match=r"has no gradient: call it under torch.no_grad"):
+            run(x).sum().backward()
+        assert x.grad is None
+        with torch.no_grad():
+            assert torch.equal(run(x), torch.full_like(x, 5.0 if call is filled else 2.0))
+    assert torch.equal(scale(x, 2.0), torch.full_like(x, 2.0)), "nothing asks for a gradient"
+
+
+def test_transforms_and_no_derivative_in_forward_mode() -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor, ctx.shape = inputs[1], output.shape
+
+    trained = make_scale("transformed", backward=lambda ctx, grad: (trained(grad.expand(ctx.shape), ctx.factor), None), setup_context=setup)
+    x = torch.ones(3, 4, device="cuda")
+    expected = torch.full_like(x, 8.0)
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        assert torch.equal(transform(lambda x: trained(x, 2.0).square().sum())(x), expected)
+    with pytest.raises(NotImplementedError, match="has no derivative in forward mode"):
+        torch.func.jvp(lambda x: trained(x, 2.0), (x,), (x,))
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_torch_compile(scale: flexops.Kernel, mode: str | None) -> None:
     compiled = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, mode=mode)

@@ -318,3 +318,12 @@ def test_a_refusal_is_shown_once() -> None:
     with pytest.raises(TypeError, match="rms_norm: ") as error:
         flexops.rms_norm(torch.ones(2, 8, dtype=torch.int32), torch.ones(8))
     assert "".join(traceback.format_exception(error.value)).count("Traceback (most recent call last)") == 1
+
+
+def test_forward_mode_is_an_error_that_names_the_function_and_the_way() -> None:
+    x, weight = torch.randn(5, 8), torch.ones(8)
+    said = r"flexops.rms_norm has no derivative in forward mode .*: use reverse mode: torch.func.vjp"
+    with pytest.raises(NotImplementedError, match=said):
+        torch.func.jvp(lambda x: flexops.rms_norm(x, weight), (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=said):
+        flexops.rms_norm(forward_ad.make_dual(x, x), weight)

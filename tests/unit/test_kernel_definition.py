@@ -174,12 +174,28 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ({"source": "template <int N> __global__ void scale(const float* x, float* out, float factor) {}"}, ["the template's int N", "template={'N': ...}"]),
         ({"source": "__global__ void scale(const float* x, float* out, Pair factor) {}"}, ["the parameter Pair factor cannot be passed by value"]),
         ({"source": "void scale(float* x) {}"}, ["no __global__ function"]),
+        ({"schema": "scale(Tensor x, float lambda) -> Tensor"}, ["an argument called lambda", "no word of Python"]),
+        ({"schema": "scale(Tensor x, float await) -> Tensor"}, ["an argument called await"]),
+        ({"schema": "scale(Tensor x, float _op) -> Tensor"}, ["no name that begins with _"]),
+        ({"schema": "scale(Tensor x, float größe) -> Tensor"}, ["the schema cannot be read", "names are of ASCII letters"]),
+        ({"schema": "scale(Tensor x, float factor=1e999) -> Tensor"}, ["the schema cannot be read", "a number that no double holds"]),
+        ({"schema": "scale.out(Tensor x, float factor, Tensor(a!) out) -> ()"}, ["an overload: flexops_kernels::scale.out", "without a dot"]),
+        ({"schema": f"{'a' * 250}(Tensor x, float factor) -> Tensor"}, ["at most 150"]),
     ],
 )
 def test_a_definition_whose_parts_do_not_fit_is_refused_in_words(options: dict[str, Any], said: list[str]) -> None:
     text = refusal(**options)
     for part in said:
         assert part in text
+
+
+@pytest.mark.parametrize("name", ["self", "run", "print", "values"])
+def test_an_argument_may_have_the_name_of_a_part_of_the_call(name: str) -> None:
+    schema = f"scale(Tensor x, float {name}) -> Tensor"
+    source = SCALE.replace("factor", name)
+    scale = define(source, schema, reference=lambda *args: args[0] * args[1])
+    assert scale(torch.ones(2), 3.0).tolist() == [3.0, 3.0]
+    assert scale(torch.ones(2), **{name: 3.0}).tolist() == [3.0, 3.0]
 
 
 def test_two_tensors_of_one_type_must_agree() -> None:
@@ -231,3 +247,103 @@ def test_a_call_with_tensors_of_a_known_shape_launches_what_the_first_did(option
             assert (pointer == x.data_ptr()) == x.is_contiguous()
         assert call(None, torch.ones(0, 3), 2.0).shape == (0, 3)
         assert not launched
+
+
+NO_GRADIENT = r"has no gradient: call it under torch.no_grad\(\), or on detached tensors"
+FILL = "template <typename T> __global__ void fill(T* y, float value, int64_t n) { y[0] = value; }"
+
+
+def test_a_kernel_without_a_backward_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+    """torch would differentiate the reference in eager calls, and give None in compiled ones."""
+    scale = define(schema="no_gradient::scale(Tensor x, float factor) -> Tensor", reference=lambda x, factor: x * factor)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        scale(x, 2.0).sum().backward()
+    with pytest.raises(Exception, match=NO_GRADIENT):
+        torch.compile(lambda x: scale(x, 2.0), fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is None
+    with torch.no_grad():
+        assert scale(x, 2.0).tolist() == [2.0, 2.0, 2.0]
+    assert scale(x, 2.0).tolist() == [2.0, 2.0, 2.0], "nothing asks for a gradient"
+
+
+def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+    fill = define(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", reference=lambda y, value: y.fill_(value))
+    x = torch.ones(3, requires_grad=True)
+
+    def filled(x: Tensor) -> Tensor:
+        y = x * 2
+        fill(y, 5.0)
+        return y
+
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        filled(x)
+    with pytest.raises(Exception, match=NO_GRADIENT):
+        torch.compile(filled, fullgraph=True, backend="aot_eager")(x)
+    with torch.no_grad():
+        assert filled(x).tolist() == [5.0, 5.0, 5.0]
+        compiled = torch.compile(filled, fullgraph=True, backend="aot_eager")
+        assert compiled(x).tolist() == [5.0, 5.0, 5.0]
+    saved = x * 2
+    loss = saved.square().sum()
+    fill(saved.detach(), 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    said = refusal(FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", backward=lambda *_: None)
+    assert "writes its arguments, which has no gradient here" in said
+
+
+def test_a_gradient_may_be_given_later_and_taken_back() -> None:
+    """As a notebook's cell that is run again: the operator is the same one."""
+
+    def again(**options: Any) -> flexops.Kernel:
+        return define(schema="no_gradient::again(Tensor x, float factor) -> Tensor", name="scale", reference=lambda x, factor: x * factor, **options)
+
+    x = torch.ones(3, requires_grad=True)
+    first = again()
+    second = again(backward=lambda _, grad: (grad * 7, None))
+    assert second.op is first.op
+    assert torch.autograd.grad(second(x, 2.0).sum(), x)[0].tolist() == [7.0, 7.0, 7.0]
+    with pytest.raises(RuntimeError, match=NO_GRADIENT):
+        again()(x, 2.0).sum().backward()
+
+
+def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:
+    """torch.library's gradient is none for transforms, and in forward mode a GPU's kernel would leave the derivative out."""
+    func = torch.func
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+        assert output.shape == inputs[0].shape
+        ctx.factor = keyword_only_inputs["factor"]
+
+    def gradient(ctx: Any, grad: Tensor) -> Tensor:
+        return scale(grad, factor=ctx.factor)
+
+    schema = "transforms::scale(Tensor x, *, float factor) -> Tensor"
+    scale = define(schema=schema, reference=lambda x, factor: x * factor, backward=gradient, setup_context=setup)
+    x = torch.ones(3, 4)
+
+    def call(x: Tensor) -> Tensor:
+        return scale(x, factor=2.0)
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    assert torch.equal(func.grad(loss)(x), torch.full_like(x, 8.0))
+    assert torch.equal(func.vmap(func.grad(loss))(x), torch.full_like(x, 8.0))
+    assert torch.equal(func.grad(lambda x: func.grad(loss)(x).sum())(x), torch.full_like(x, 8.0))
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(loss(leaf), leaf)[0], torch.full_like(x, 8.0))
+    said = "transforms::scale has no derivative in forward mode"
+    with pytest.raises(NotImplementedError, match=said):
+        func.jvp(call, (x,), (x,))
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(call(x), 2 * x), "nothing asks for a derivative"
+        with pytest.raises(NotImplementedError, match=said):
+            call(forward_ad.make_dual(x, x))
+    fill = define(FILL, "transforms::fill(Tensor(a!) y, float value) -> ()", reference=lambda y, value: y.fill_(value))
+    with forward_ad.dual_level():
+        fill(x.clone(), 3.0)
+        with pytest.raises(NotImplementedError, match="transforms::fill has no derivative"):
+            fill(forward_ad.make_dual(x.clone(), x), 3.0)

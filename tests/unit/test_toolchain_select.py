@@ -240,3 +240,9 @@ def test_too_new_a_compiler_names_the_one_to_install() -> None:
 @pytest.mark.parametrize(("cuda", "words"), [("12.1", "conda install"), ("12.1", "nvidia/cuda:12.1.1-devel"), ("12.8", "cuda-nvcc"), ("13.2", "==13.2.*")])
 def test_where_an_nvcc_comes_from(cuda: str, words: str) -> None:
     assert words in toolkit_fix(cuda)
+
+
+def test_a_standard_that_no_rule_is_for_is_named() -> None:
+    with pytest.raises(ToolchainError, match=r"no rule for C\+\+0") as caught:
+        RULES.compiler_for_standard(compiler("12.2").value, 0)
+    assert "C++17" in str(caught.value)
