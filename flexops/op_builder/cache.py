@@ -3,6 +3,7 @@
     <root>/<name>/<key>/{<library>, manifest.json, build.ninja, build.log}     an entry; never changed once it is there
     <root>/<name>/<base>.headers.json                                         which headers the last build under this base key reached
     <root>/.tmp/<random>/                                                     a build in progress; renamed into place when it is whole
+                        (where other users could rename it there, a build is in TMPDIR, and what it made is copied here)
     <root>/.quarantine/                                                       entries found damaged, or not ours
     <root>/.locks/                                                            flock files: they only save duplicate work
 
@@ -180,6 +181,8 @@ class BuildCache:
         try:
             self._make(self.root)
             for directory in (self.root / ".tmp", self.root / ".locks"):
+                if not self.shared and _is_foreign(directory):  # left there while others could write to the root
+                    directory.unlink() if directory.is_symlink() else self._quarantine(directory)
                 self._make(directory, 0o700)  # or anybody could take a lock, for ever
                 if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:  # made by an older flexops
                     os.chmod(directory, mode & 0o700)
@@ -206,9 +209,19 @@ class BuildCache:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A private directory on the cache's file system to build in, removed afterwards. What dead processes left is swept first."""
+        """A directory to build in that no other user can reach or rename, removed afterwards. What dead processes left is swept first.
+
+        It is on the cache's file system, or in TMPDIR where other users could rename what is in the cache.
+
+        Raises:
+            CacheError: there is no such place, or the cache cannot be written.
+        """
         self._prepare()
         self._sweep()
+        if trust.path_problem(str(self.root / ".tmp"), passage=True):
+            with _own_place().workspace() as path:
+                yield path
+            return
         path, owner = Path(tempfile.mkdtemp(dir=self.root / ".tmp")), os.getpid()
         try:
             with lock.held(path / OWNER_LOCK):
@@ -236,6 +249,8 @@ class BuildCache:
             CacheError: it cannot be stored, or not be signed.
         """
         try:
+            if self.signing_key and (problem := trust.path_problem(str(built.parent))):
+                raise CacheError("what was built is not signed: another user could have changed it", found=problem)
             manifest = manifest._replace(sha256=cache_key.file_digest(built / manifest.library))
             (built / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
             if self.signing_key:
@@ -258,14 +273,15 @@ class BuildCache:
             raise _not_stored(path, error) from error
 
     def _place(self, built: Path, manifest: Manifest) -> Entry:
-        """Rename a whole directory to its key, unless a whole entry is there already."""
+        """Move a whole directory to its key, unless a whole entry is there already."""
         final = self.root / manifest.name / manifest.key
         refused: OSError | Refusal | None = None
+        placed = False
         for attempt in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
             try:
-                self._close(built)
                 self.make_name(manifest.name)
-                os.rename(built, final)
+                self._move(built, final)
+                placed = True
             except OSError as error:
                 refused = error
             if entry := self.read(manifest.name, manifest.key):
@@ -273,22 +289,47 @@ class BuildCache:
             found, _ = read_entry(final, self._whole)
             if found and (refusal := self.verified(found)[1]):  # whole, but nobody trusted vouches for it
                 refused = refusal
-                if built.exists() and attempt < 2:
+                if not placed and attempt < 2:
                     self._quarantine(final)
         raise _not_stored(final, refused)
 
-    def _close(self, built: Path) -> None:
-        """Take from others the right to write to what is to be published, whatever the umask; in a shared cache, give them the root's right to read."""
+    def _move(self, built: Path, final: Path) -> None:
+        """Rename a directory to its place; one that was built elsewhere is copied into the cache first, and stays."""
+        if built.is_relative_to(self.root):
+            for path in (built, *built.iterdir()):
+                status = path.lstat()
+                if not stat.S_ISLNK(status.st_mode):
+                    os.chmod(path, self._mode(status))
+            os.rename(built, final)
+            return
+        copy = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))  # here, for the group that a directory may hand down
+        try:
+            self._copy_into(built, copy)
+            os.rename(copy, final)
+        except OSError:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+
+    def _copy_into(self, built: Path, copy: Path) -> None:
+        """Copy plain files by the directory's descriptor: another user may put a link in the place of its name, and gain nothing."""
+        directory = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(directory).st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "another user's directory is in its place", str(copy))
+            for path in sorted(built.iterdir()):
+                if path.is_file() and not path.is_symlink():
+                    _copy_file(path, path.name, self.max_bytes, directory=directory, mode=self._mode(path.lstat()))
+            os.fchmod(directory, self._mode(built.lstat()))
+        finally:
+            os.close(directory)
+
+    def _mode(self, status: os.stat_result) -> int:
+        """The mode of what is published: others may not write to it, whatever the umask; in a shared cache they get the root's right to read."""
+        mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
+        if not self.shared:
+            return mode
         root = stat.S_IMODE(self.root.stat().st_mode)
-        for path in (built, *built.iterdir()):
-            status = path.lstat()
-            mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
-            if self.shared and stat.S_ISDIR(status.st_mode):
-                mode = root
-            elif self.shared:
-                mode |= root & (0o555 if mode & stat.S_IXUSR else 0o444)
-            if not stat.S_ISLNK(status.st_mode):
-                os.chmod(path, mode)
+        return root if stat.S_ISDIR(status.st_mode) else mode | (root & (0o555 if mode & stat.S_IXUSR else 0o444))
 
     def adopt(self, source: Path) -> Entry:
         """Copy a whole entry from elsewhere (an import, an ahead-of-time directory) into the cache. Verified is the copy, by its SHA-256.
@@ -392,25 +433,55 @@ class BuildCache:
                     shutil.rmtree(path, ignore_errors=True)
 
 
+def _own_place() -> BuildCache:
+    """Where builds for caches are that other users can write to: a directory in TMPDIR that only this user can change."""
+    temporary = tempfile.gettempdir()
+    place = BuildCache(Path(temporary) / f"flexops-builds-{os.geteuid()}")
+    if place.problem():  # another user may have made one of that name
+        fix = "export TMPDIR=<a directory of your own>"
+        if problem := trust.path_problem(temporary, passage=True):
+            raise CacheError("there is no place to build in that only you can change", found=problem, required="such a TMPDIR", fix=fix)
+        raise CacheError("the place to build in is not yours", found=place.problem(), required="a directory that only you can change", fix=fix)
+    return place
+
+
+def _is_foreign(directory: Path) -> bool:
+    """Whether a directory is another user's, or a link."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(status.st_mode) or status.st_uid not in (os.geteuid(), 0)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside it, which takes its place when the block has written it: whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
-    try:
+    with _removed_on_error(temporary):
         yield Path(temporary)
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: str) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(path)
         raise
 
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o644)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _removed_on_error(temporary):
+        with open(handle, "w", encoding="utf-8") as stream:  # not by its name: in a shared cache another user may have put a link there
+            stream.write(text)
+            os.fchmod(handle, 0o644)
+        os.replace(temporary, path)
 
 
 def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
@@ -451,12 +522,21 @@ def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
     return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
 
 
-def _copy_file(source: Path, target: Path, limit: int) -> None:
-    """Copy a plain file of at most so many bytes, and whether it can be executed; a link or device raises ``OSError``."""
-    with open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as reader, open(target, "xb") as writer:
+def _copy_file(source: Path, target: Path | str, limit: int, *, directory: int | None = None, mode: int = 0) -> None:
+    """Copy a plain file of at most so many bytes; a link or device raises ``OSError``.
+
+    Args:
+        directory: descriptor of the directory that ``target`` is in.
+        mode: of the copy; 0: as what it was is copied, an executable or not.
+    """
+    to = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    with open(to, "wb") as writer, open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as reader:
         status = os.fstat(reader.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
             raise OSError(errno.EINVAL, "not a plain file, or larger than the cache may be", str(source))
         for _ in range(0, status.st_size, _CHUNK):
             writer.write(reader.read(_CHUNK))
-        os.fchmod(writer.fileno(), 0o755 if status.st_mode & stat.S_IXUSR else 0o644)
+        writer.flush()
+        if directory is not None:
+            os.fsync(writer.fileno())
+        os.fchmod(writer.fileno(), mode or (0o755 if status.st_mode & stat.S_IXUSR else 0o644))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 from ..errors import CacheError
@@ -21,8 +22,17 @@ NAME = "kept-objects"
 """Name of the cache directory that holds them."""
 
 
-def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
-    """Put the plan's objects that are in the cache into its build directory, each with a dependency file that names today's headers."""
+def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> frozenset[str]:
+    """Put the plan's objects that are in the cache into its build directory, each with a dependency file that names today's headers.
+
+    In a shared cache any member could have made them: what is signed is linked from those only that a trusted key signed.
+
+    Returns:
+        The names of the objects that are there now.
+    """
+    restored: set[str] = set()
+    if cache.shared and cache.signing_key and not cache.trusted_keys:
+        return frozenset()
     for step in _compiles(plan):
         single = _single(plan, step)
         entry = cache.lookup(single)
@@ -32,11 +42,15 @@ def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
         with contextlib.suppress(OSError):
             headers = places_today(plan, entry.manifest.files.keys() - cache_key.source_digests(single).keys())
             (directory / f"{step.output}.d").write_text(f"{step.output}: {' '.join(map(_escape, headers))}\n", encoding="utf-8")
-            os.link(entry.library, directory / step.output)
+            _link_or_copy(entry.library, directory / step.output)
+            restored.add(step.output)
+    return frozenset(restored)
 
 
-def keep(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float) -> None:
-    """Store the objects that a build left in its directory. A convenience: what cannot be stored is not."""
+def keep(
+    plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, restored: frozenset[str]
+) -> None:
+    """Store the objects that a build left in its directory, less the ``restored``. A convenience: what cannot be stored is not."""
     for step in _compiles(plan):
         built = directory / step.output
         single = _single(plan, step)
@@ -44,9 +58,16 @@ def keep(plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, 
             mine = cache_key.source_digests(single)
             reached = cache_key.reached_headers(single, [directory / f"{step.output}.d"])
             edited = any(sources.get(name) != digest for name, digest in mine.items()) or any(os.stat(path).st_mtime >= started for path in reached)
-            if edited or built.stat().st_nlink > 1:  # more than one link: it came from the cache
+            if edited or step.output in restored or built.stat().st_nlink > 1:  # more than one link: it came from a cache
                 continue
             _store(single, step, built, cache, mine, search.header_states(single, directory, reached))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another file system, or another user's
+        shutil.copy2(source, target)
 
 
 def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:
