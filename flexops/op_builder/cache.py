@@ -100,7 +100,7 @@ class BuildCache:
         except (OSError, ValueError):
             return None
         key = _key_today(plan, base, recorded)
-        return self.read(plan.name, key) if key else None
+        return _as_planned(plan, self.read(plan.name, key)) if key else None
 
     def fetch(self, plan: BuildPlan) -> Entry | None:
         """The entry of this very plan from the remote cache, which is then here; None if there is none."""
@@ -108,7 +108,7 @@ class BuildCache:
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
         key = _key_today(plan, base, self.remote.headers(self, plan.name, base))
-        return self.fetch_key(plan.name, key) if key else None
+        return _as_planned(plan, self.fetch_key(plan.name, key)) if key else None
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
         """The entry under a key from the remote cache, which is then here; None if there is none."""
@@ -332,25 +332,47 @@ class BuildCache:
         return root if stat.S_ISDIR(status.st_mode) else mode | (root & (0o555 if mode & stat.S_IXUSR else 0o444))
 
     def adopt(self, source: Path) -> Entry:
-        """Copy a whole entry from elsewhere (an import, an ahead-of-time directory) into the cache. Verified is the copy, by its SHA-256.
+        """Copy the files of a whole entry from elsewhere into the cache. The copy is what is verified, by its SHA-256.
 
         Raises:
-            CacheError: it is not whole, not signed by whom it should be, or cannot be stored.
+            CacheError: it is not whole, not signed by one of the trusted keys, or cannot be stored.
         """
         with self.workspace() as workspace:
             copy = workspace / "entry"
             try:
                 copy.mkdir(mode=0o700)
-                for path in sorted(source.iterdir()):
-                    if not path.name.startswith("."):
+                for path in sorted(source.iterdir(), key=lambda path: path.name != FILE_NAME):  # which names the others
+                    if path.name == FILE_NAME or path.name in self._kept(copy):
                         _copy_file(path, copy / path.name, self.max_bytes)
             except OSError as error:
                 raise _not_stored(copy, error) from error
-            entry, refusal = read_entry(copy, Demands(sha256=True, trusted_keys=self.trusted_keys))
-            if entry is None:
-                reason = refusal.reason.replace(str(copy), str(source)) if refusal else str(source)
-                raise CacheError("this is no intact build", found=reason, fix=(refusal.fix if refusal else "") or "build it again")
-            return self._place(copy, entry.manifest)
+            return self.take(copy, source)
+
+    def take(self, directory: Path, source: Path) -> Entry:
+        """Move an entry that lies in a ``workspace`` into the cache, verified, and without files that no entry has.
+
+        Args:
+            source: what errors name.
+
+        Raises:
+            CacheError: as ``adopt``.
+        """
+        entry, refusal = read_entry(directory, Demands(sha256=True, trusted_keys=self.trusted_keys))
+        if entry is None:
+            reason = refusal.reason.replace(str(directory), str(source)) if refusal else str(source)
+            raise CacheError("this is no intact build", found=reason, fix=(refusal.fix if refusal else "") or "build it again")
+        kept = self._kept(directory)
+        for path in directory.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return self._place(directory, entry.manifest)
+
+    def _kept(self, directory: Path) -> tuple[str, ...]:
+        """The files of an entry from elsewhere that are kept; where signatures are required, what is signed."""
+        entry = read_manifest(directory)
+        if entry is None:
+            return ()
+        return entry.signed_files if self.trusted_keys else entry.files
 
     # ---- keeping house ------------------------------------------------------------------------------------------------------------------
 
@@ -500,6 +522,11 @@ def _key_today(plan: BuildPlan, base: str, recorded: Any) -> str:
         return cache_key.full_key(base, cache_key.header_states(recorded, places_today(plan, recorded))) if isinstance(recorded, dict) else ""
     except (OSError, ValueError):
         return ""
+
+
+def _as_planned(plan: BuildPlan, entry: Entry | None) -> Entry | None:
+    """The entry, if its library has the name that the plan gives it: by that name it is installed."""
+    return entry if entry and entry.manifest.library == plan.library else None
 
 
 def _is_filed_right(entry: Entry) -> bool:

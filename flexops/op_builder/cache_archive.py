@@ -36,7 +36,7 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
             for entry in entries:
                 place = f"{entry.manifest.name}/{entry.manifest.key}"
                 headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
-                for path in (*sorted(entry.directory.iterdir()), headers):
+                for path in (*(entry.directory / name for name in sorted(entry.files)), headers):
                     if path.is_file() and not path.is_symlink():
                         name = f"{entry.manifest.name}/{path.name}" if path == headers else f"{place}/{path.name}"
                         archive.add(path, arcname=name, recursive=False, filter=_anonymous)
@@ -73,7 +73,7 @@ def import_archive(cache: BuildCache, file: Path, *, only: tuple[str, str] | Non
         if only and [(path.parts[-3], path.parts[-2]) for path in found] != [only]:
             raise CacheError("this is not the archive that was asked for", found=f"{len(found)} entries", required="/".join(only))
         for manifest in found:
-            adopted.append(cache.adopt(manifest.parent))
+            adopted.append(cache.take(manifest.parent, manifest.parent.relative_to(workspace)))
             _adopt_headers(cache, manifest.parent, adopted[-1])
     return adopted
 
@@ -135,7 +135,7 @@ def _extract(archive: _Bounded, directory: Path) -> None:
                     raise EOFError("it ends in the middle of a file")
                 stream.write(data)
                 left -= len(data)
-            os.fchmod(stream.fileno(), 0o700 if member.mode & stat.S_IXUSR else 0o600)
+            os.fchmod(stream.fileno(), 0o755 if member.mode & stat.S_IXUSR else 0o644)
         archive.read(-member.size % _BLOCK)
     raise tarfile.TarError(f"more than {MAX_MEMBERS} files")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import stat
 import subprocess
+import tarfile
 import tempfile
 import threading
 import time
@@ -24,6 +26,7 @@ from flexops.op_builder.builder import obtain as build_plans
 from flexops.op_builder.cache import BuildCache, Entry, read_manifest
 from flexops.op_builder.manifest import file_crc32
 from flexops.op_builder.plan import BuildPlan
+from flexops.op_builder.remote import Remote
 
 VICTIM, ATTACKER = 4711, 4712
 
@@ -562,3 +565,80 @@ def test_a_list_of_headers_is_not_written_through_a_link(place: Path, plan: Buil
     monkeypatch.setattr(tempfile, "mkstemp", swapped)
     made_up_entry(BuildCache(team_root(place, 0o777), shared=True), plan)
     assert precious.read_text() == "mine"
+
+
+# ---- files that no entry has ------------------------------------------------------------------------------------------------------------------
+
+
+def with_files(archive: Path, target: Path, files: dict[str, bytes]) -> Path:
+    """An archive of one entry with more files in it."""
+    with tarfile.open(archive) as old, tarfile.open(target, "w:gz", format=tarfile.USTAR_FORMAT) as new:
+        for member in old.getmembers():
+            new.addfile(member, old.extractfile(member))
+        folder = next(name for name in old.getnames() if name.endswith("/manifest.json")).rpartition("/")[0]
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(content)
+            new.addfile(member, io.BytesIO(content))
+    return target
+
+
+ADDED = {"train.py": b"evil", "sitecustomize.py": b"evil", "Makefile": b"evil"}
+
+
+@pytest.mark.parametrize("way", ["import", "remote", "verified copy"])
+def test_a_signed_entry_with_added_files_brings_none_of_them(
+    tmp_path: Path, keys: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signature covers the manifest and the library; what is beside them may be of whoever carried it here."""
+    plan, user = tiny_plan(tmp_path / "tiny"), tmp_path / "user"
+    made = made_up_entry(builder(tmp_path / "first", keys), plan)
+    cache_archive.export(BuildCache(tmp_path / "first"), tmp_path / "signed.tar.gz")
+    unsigned = {"build.ninja": b"rule evil", "build.log": b"evil"}
+    archive = with_files(tmp_path / "signed.tar.gz", tmp_path / "added.tar.gz", {**ADDED, **unsigned})
+    cache = reader(tmp_path / "there", keys)
+    if way == "import":
+        cache_archive.import_archive(cache, archive)
+    elif way == "remote":
+        store = tmp_path / "store" / plan.name
+        store.mkdir(parents=True)
+        shutil.copy(archive, store / f"{made.manifest.key}.tar.gz")
+        cache.remote = Remote(f"file://{tmp_path}/store", limit=20)
+        assert cache.fetch_key(plan.name, made.manifest.key), cache.remote.problem
+        cache.record_headers(made.manifest, {"<tiny>/tiny.h": cache_key.file_digest(tmp_path / "tiny" / "tiny.h")})
+    else:
+        root = tmp_path / "team"
+        shutil.copytree(tmp_path / "first", root)
+        for name, content in {**ADDED, **unsigned}.items():
+            (root / plan.name / made.manifest.key / name).write_bytes(content)
+        root.chmod(0o777)
+        cache = reader(root, keys, shared=True, copies=tmp_path / "copies")
+    entry = cache.lookup(plan)
+    assert entry is not None
+    assert {path.name for path in entry.directory.iterdir()} == {"manifest.json", "manifest.json.sig", "tiny.so"}
+    user.mkdir()
+    (user / "train.py").write_text("mine")
+    extension._installed(entry, user, shared=False)
+    assert (user / "train.py").read_text() == "mine"
+    assert {path.name for path in user.iterdir()} == {"train.py", "manifest.json", "manifest.json.sig", "tiny.so"}
+
+
+def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Path) -> None:
+    entry = made_up_entry(BuildCache(tmp_path / "cache"), tiny_plan(tmp_path / "tiny"))
+    for name, content in ADDED.items():
+        (entry.directory / name).write_bytes(content)
+    (entry.directory / "build.ninja").write_text("ours")
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "train.py").write_text("mine")
+    extension._installed(entry, tmp_path / "user", shared=False)
+    assert (tmp_path / "user" / "train.py").read_text() == "mine"
+    assert (tmp_path / "user" / "build.ninja").read_text() == "ours"
+    assert not (tmp_path / "user" / "sitecustomize.py").exists()
+
+
+def test_a_library_of_another_name_is_not_what_was_planned(tmp_path: Path) -> None:
+    """An unsigned archive may call its library ``train.py``, by which name it would be installed."""
+    plan, cache = tiny_plan(tmp_path / "tiny"), BuildCache(tmp_path / "cache")
+    made_up_entry(cache, plan._replace(library="train.py"))
+    assert cache.lookup(plan._replace(library="train.py"))
+    assert cache.lookup(plan) is None
