@@ -46,6 +46,10 @@ _CHUNK = 1 << 20
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+_rejected: set[tuple[str, str]] = set()
+"""Name and key of what this process has rejected: the remote cache may have it still."""
+
+
 class CacheInfo(NamedTuple):
     """The state of a cache: its place, what it holds and what is wrong with it."""
 
@@ -112,7 +116,7 @@ class BuildCache:
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
         """The entry under a key from the remote cache, which is then here; None if there is none."""
-        fetched = self.remote.fetch(self, name, key) if self.remote else None
+        fetched = self.remote.fetch(self, name, key) if self.remote and (name, key) not in _rejected else None
         return self.read(name, key) if fetched else None
 
     def read(self, name: str, key: str) -> Entry | None:
@@ -156,6 +160,14 @@ class BuildCache:
         except OSError as error:
             return f"{self.root} cannot be looked at: {error.strerror}"
         return ""
+
+    def reject(self, entry: Entry) -> None:
+        """Put aside an entry that is whole and yet cannot be used. In this process it is not fetched again."""
+        name, key = entry.manifest.name, entry.manifest.key
+        _rejected.add((name, key))
+        for cache in (self, self._copies):
+            if cache and (cache.root / name / key).is_dir():
+                cache._quarantine(cache.root / name / key)
 
     # ---- adding -------------------------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from .. import _json, trust
 from .manifest import FILE_NAME, Manifest, Refusal, verify
 
-
 UNSIGNED = ("build.ninja", "build.log")
 """What an entry may have besides its library, its manifest and that one's signature, which covers neither of them."""
 
