@@ -155,13 +155,18 @@ class _Watch:
             # A step has a group of its own, with all that it starts.
             if seconds > self._limit and group == child and child not in (ninja, os.getpgrp()):
                 self._note(children.command(child))
+                below = children.below(child)
                 with contextlib.suppress(OSError):
                     os.killpg(group, signal.SIGKILL)
+                for process in below:  # in a session of their own they would keep the pipe open that ninja waits for
+                    with contextlib.suppress(OSError):
+                        os.kill(process, signal.SIGKILL)
 
     def _note(self, command: str) -> None:
         for plan, step in self._steps:
             if any(text in command for text in (shlex.join(full_command(plan, step)), " ".join(full_command(plan, step)))):
-                source = next((name for name in step.inputs if not name.endswith(".o")), step.output)
+                made = f"the link of {step.output}" if step.kind == "link" else step.output
+                source = next((name for name in step.inputs if not name.endswith(".o")), made)
                 self.stopped[f"{plan.name}/{step.output}"] = f"{TIMED_OUT} {self._limit} s (FLEXOPS_COMPILE_TIMEOUT): {source}\n"
 
 

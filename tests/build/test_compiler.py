@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,18 @@ def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
     plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(environment=(("GREETING", "hello"),))
     compiler.run([plan], tmp_path / "work")
     assert (tmp_path / "work" / "env" / "lib.so").read_text().split() == ["hello", "C"]
+
+
+@pytest.mark.parametrize("how", ["plain", "in a session of its own"])
+def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> None:
+    """A process in another session keeps the pipe open that ninja waits for: it has to be stopped, too."""
+    sleep = "sleep 61" if how == "plain" else "setsid -w sleep 61"
+    plan = shell_plan("slow", f"echo half > lib.so; {sleep}; true")
+    plan = plan._replace(timeout=1)
+    started = time.monotonic()
+    outcome = compiler.run([plan], tmp_path / "work")
+    assert time.monotonic() - started < 20
+    assert outcome.failed(plan)
+    found = diagnose(outcome.output)
+    assert "the link of lib.so" in found.error
+    assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
