@@ -11,12 +11,13 @@ import select
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import _fork
+from .. import _fork, trust
 from ..errors import ToolchainError
 from . import children
 from .plan import BuildPlan, Step
@@ -84,6 +85,8 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     environment = dict(plans[0].environment)
     if any(step.kind == "device" for plan in plans for step in plan.steps):
         environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES)
+    if trust.path_problem(tempfile.gettempdir(), passage=True):  # there other users could swap what a compiler hands on
+        environment["TMPDIR"] = str(directory)
     outcome = _run_ninja(command, environment, progress, _Watch(plans))
     for plan in plans if outcome.returncode else ():
         for step in plan.steps:

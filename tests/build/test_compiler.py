@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -173,3 +174,16 @@ def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> Non
     found = diagnose(outcome.output)
     assert "the link of lib.so" in found.error
     assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
+
+
+@pytest.mark.parametrize(("mode", "inside"), [(0o777, True), (0o1777, False)])
+def test_compilers_hand_on_nothing_where_other_users_could_swap_it(
+    tmp_path: Path, mode: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "temporary").chmod(mode)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    compiler.run([shell_plan("steps", "echo $TMPDIR > lib.so")], tmp_path / "work")
+    used = (tmp_path / "work" / "steps" / "lib.so").read_text().strip()
+    assert used == str(tmp_path / ("work" if inside else "temporary"))
