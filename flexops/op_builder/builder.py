@@ -128,13 +128,14 @@ def _build(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None,
     try:
         with cache.workspace() as workspace:
             keepers = [plan for plan in plans if plan.keep_objects]
-            restored = {plan.name: objects.restore(plan, workspace / plan.name, cache) for plan in keepers}
+            restored = {
+                plan.name: objects.restore(plan, workspace / plan.name, cache) for plan in keepers
+            }
             outcome = _compile(plans, workspace, progress, debug)
             seconds = time.time() - started
             for plan in keepers:
-                objects.keep(
-                    plan, workspace / plan.name, cache, sources[plan.name], started, restored[plan.name]
-                )
+                folder, mine = workspace / plan.name, sources[plan.name]
+                objects.keep(plan, folder, cache, mine, started, restored[plan.name])
             results = []
             for plan in plans:
                 directory = workspace / plan.name

@@ -3,7 +3,7 @@
     <root>/<name>/<key>/{<library>, manifest.json, build.ninja, build.log}     an entry; never changed once it is there
     <root>/<name>/<base>.headers.json                                         which headers the last build under this base key reached
     <root>/.tmp/<random>/                                                     a build in progress; renamed into place when it is whole
-                        (where other users could rename it there, a build is in TMPDIR, and what it made is copied here)
+                        (in TMPDIR where other users could rename it here; then it is copied)
     <root>/.quarantine/                                                       entries found damaged, or not ours
     <root>/.locks/                                                            flock files: they only save duplicate work
 
@@ -116,8 +116,9 @@ class BuildCache:
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
         """The entry under a key from the remote cache, which is then here; None if there is none."""
-        fetched = self.remote.fetch(self, name, key) if self.remote and (name, key) not in _rejected else None
-        return self.read(name, key) if fetched else None
+        if self.remote is None or (name, key) in _rejected:
+            return None
+        return self.read(name, key) if self.remote.fetch(self, name, key) else None
 
     def read(self, name: str, key: str) -> Entry | None:
         """The entry under a key, verified; a damaged one is put aside and counts as absent."""
@@ -162,7 +163,7 @@ class BuildCache:
         return ""
 
     def reject(self, entry: Entry) -> None:
-        """Put aside an entry that is whole and yet cannot be used. In this process it is not fetched again."""
+        """Put aside an entry that is whole and yet useless. This process fetches it no more."""
         name, key = entry.manifest.name, entry.manifest.key
         _rejected.add((name, key))
         for cache in (self, self._copies):
@@ -193,7 +194,7 @@ class BuildCache:
         try:
             self._make(self.root)
             for directory in (self.root / ".tmp", self.root / ".locks"):
-                if not self.shared and _is_foreign(directory):  # left there while others could write to the root
+                if not self.shared and _is_foreign(directory):  # made while others could write here
                     directory.unlink() if directory.is_symlink() else self._quarantine(directory)
                 self._make(directory, 0o700)  # or anybody could take a lock, for ever
                 if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:  # made by an older flexops
@@ -221,9 +222,10 @@ class BuildCache:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A directory to build in that no other user can reach or rename, removed afterwards. What dead processes left is swept first.
+        """A directory to build in that no other user can reach or rename, removed afterwards.
 
-        It is on the cache's file system, or in TMPDIR where other users could rename what is in the cache.
+        It is on the cache's file system, or in TMPDIR where other users could rename what is in
+        the cache. What dead processes left is swept first.
 
         Raises:
             CacheError: there is no such place, or the cache cannot be written.
@@ -262,7 +264,8 @@ class BuildCache:
         """
         try:
             if self.signing_key and (problem := trust.path_problem(str(built.parent))):
-                raise CacheError("what was built is not signed: another user could have changed it", found=problem)
+                what = "what was built is not signed: another user could have changed it"
+                raise CacheError(what, found=problem)
             manifest = manifest._replace(sha256=cache_key.file_digest(built / manifest.library))
             (built / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
             if self.signing_key:
@@ -306,7 +309,7 @@ class BuildCache:
         raise _not_stored(final, refused)
 
     def _move(self, built: Path, final: Path) -> None:
-        """Rename a directory to its place; one that was built elsewhere is copied into the cache first, and stays."""
+        """Rename a directory to its place; of one that was built elsewhere, a copy."""
         if built.is_relative_to(self.root):
             for path in (built, *built.iterdir()):
                 status = path.lstat()
@@ -314,7 +317,8 @@ class BuildCache:
                     os.chmod(path, self._mode(status))
             os.rename(built, final)
             return
-        copy = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))  # here, for the group that a directory may hand down
+        # Copied within the cache, for the group that its directories may hand down.
+        copy = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))
         try:
             self._copy_into(built, copy)
             os.rename(copy, final)
@@ -323,28 +327,34 @@ class BuildCache:
             raise
 
     def _copy_into(self, built: Path, copy: Path) -> None:
-        """Copy plain files by the directory's descriptor: another user may put a link in the place of its name, and gain nothing."""
+        """Copy plain files by the directory's descriptor, not by its name, which others can change."""
         directory = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(directory).st_uid != os.geteuid():
                 raise OSError(errno.EPERM, "another user's directory is in its place", str(copy))
             for path in sorted(built.iterdir()):
                 if path.is_file() and not path.is_symlink():
-                    _copy_file(path, path.name, self.max_bytes, directory=directory, mode=self._mode(path.lstat()))
+                    mode = self._mode(path.lstat())
+                    _copy_file(path, path.name, self.max_bytes, directory=directory, mode=mode)
             os.fchmod(directory, self._mode(built.lstat()))
         finally:
             os.close(directory)
 
     def _mode(self, status: os.stat_result) -> int:
-        """The mode of what is published: others may not write to it, whatever the umask; in a shared cache they get the root's right to read."""
+        """The mode of what is published: others may not write to it, whatever the umask.
+
+        In a shared cache they get the root's right to read.
+        """
         mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
         if not self.shared:
             return mode
         root = stat.S_IMODE(self.root.stat().st_mode)
-        return root if stat.S_ISDIR(status.st_mode) else mode | (root & (0o555 if mode & stat.S_IXUSR else 0o444))
+        if stat.S_ISDIR(status.st_mode):
+            return root
+        return mode | (root & (0o555 if mode & stat.S_IXUSR else 0o444))
 
     def adopt(self, source: Path) -> Entry:
-        """Copy the files of a whole entry from elsewhere into the cache. The copy is what is verified, by its SHA-256.
+        """Copy the files of a whole entry from elsewhere into the cache. The copy is verified.
 
         Raises:
             CacheError: it is not whole, not signed by one of the trusted keys, or cannot be stored.
@@ -353,7 +363,8 @@ class BuildCache:
             copy = workspace / "entry"
             try:
                 copy.mkdir(mode=0o700)
-                for path in sorted(source.iterdir(), key=lambda path: path.name != FILE_NAME):  # which names the others
+                # The manifest first: it names the library.
+                for path in sorted(source.iterdir(), key=lambda path: path.name != FILE_NAME):
                     if path.name == FILE_NAME or path.name in self._kept(copy):
                         _copy_file(path, copy / path.name, self.max_bytes)
             except OSError as error:
@@ -361,7 +372,7 @@ class BuildCache:
             return self.take(copy, source)
 
     def take(self, directory: Path, source: Path) -> Entry:
-        """Move an entry that lies in a ``workspace`` into the cache, verified, and without files that no entry has.
+        """Move an entry from a ``workspace`` into the cache, verified, and without other files.
 
         Args:
             source: what errors name.
@@ -372,7 +383,8 @@ class BuildCache:
         entry, refusal = read_entry(directory, Demands(sha256=True, trusted_keys=self.trusted_keys))
         if entry is None:
             reason = refusal.reason.replace(str(directory), str(source)) if refusal else str(source)
-            raise CacheError("this is no intact build", found=reason, fix=(refusal.fix if refusal else "") or "build it again")
+            fix = (refusal.fix if refusal else "") or "build it again"
+            raise CacheError("this is no intact build", found=reason, fix=fix)
         kept = self._kept(directory)
         for path in directory.iterdir():
             if path.name not in kept:
@@ -380,7 +392,7 @@ class BuildCache:
         return self._place(directory, entry.manifest)
 
     def _kept(self, directory: Path) -> tuple[str, ...]:
-        """The files of an entry from elsewhere that are kept; where signatures are required, what is signed."""
+        """The files that are kept of an entry from elsewhere; with trusted keys, the signed ones."""
         entry = read_manifest(directory)
         if entry is None:
             return ()
@@ -468,14 +480,16 @@ class BuildCache:
 
 
 def _own_place() -> BuildCache:
-    """Where builds for caches are that other users can write to: a directory in TMPDIR that only this user can change."""
+    """A directory in TMPDIR that only this user can change, for caches that others can change."""
     temporary = tempfile.gettempdir()
     place = BuildCache(Path(temporary) / f"flexops-builds-{os.geteuid()}")
     if place.problem():  # another user may have made one of that name
         fix = "export TMPDIR=<a directory of your own>"
         if problem := trust.path_problem(temporary, passage=True):
-            raise CacheError("there is no place to build in that only you can change", found=problem, required="such a TMPDIR", fix=fix)
-        raise CacheError("the place to build in is not yours", found=place.problem(), required="a directory that only you can change", fix=fix)
+            what = "there is no place to build in that only you can change"
+            raise CacheError(what, found=problem, required="such a TMPDIR", fix=fix)
+        what, required = "the place to build in is not yours", "a directory that only you can change"
+        raise CacheError(what, found=place.problem(), required=required, fix=fix)
     return place
 
 
@@ -512,7 +526,8 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with _removed_on_error(temporary):
-        with open(handle, "w", encoding="utf-8") as stream:  # not by its name: in a shared cache another user may have put a link there
+        # Not by its name: in a shared cache another user may have put a link there.
+        with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             os.fchmod(handle, 0o644)
         os.replace(temporary, path)
@@ -537,7 +552,7 @@ def _key_today(plan: BuildPlan, base: str, recorded: Any) -> str:
 
 
 def _as_planned(plan: BuildPlan, entry: Entry | None) -> Entry | None:
-    """The entry, if its library has the name that the plan gives it: by that name it is installed."""
+    """The entry, if its library has the plan's name for it: by that name it is installed."""
     return entry if entry and entry.manifest.library == plan.library else None
 
 
@@ -561,15 +576,21 @@ def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
     return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
 
 
-def _copy_file(source: Path, target: Path | str, limit: int, *, directory: int | None = None, mode: int = 0) -> None:
+def _copy_file(
+    source: Path, target: Path | str, limit: int, *, directory: int | None = None, mode: int = 0
+) -> None:
     """Copy a plain file of at most so many bytes; a link or device raises ``OSError``.
 
     Args:
         directory: descriptor of the directory that ``target`` is in.
         mode: of the copy; 0: as what it was is copied, an executable or not.
     """
-    to = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    with open(to, "wb") as writer, open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as reader:
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    plain = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    with (
+        open(os.open(source, plain), "rb") as reader,
+        open(os.open(target, new, 0o600, dir_fd=directory), "wb") as writer,
+    ):
         status = os.fstat(reader.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
             raise OSError(errno.EINVAL, "not a plain file, or larger than the cache may be", str(source))

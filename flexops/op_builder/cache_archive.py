@@ -50,7 +50,11 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
 
 
 def import_archive(
-    cache: BuildCache, file: Path, *, only: tuple[str, str] | None = None, seconds: float = MAX_SECONDS
+    cache: BuildCache,
+    file: Path,
+    *,
+    only: tuple[str, str] | None = None,
+    seconds: float = MAX_SECONDS,
 ) -> list[Entry]:
     """Add an archive's entries to the cache; each is checked against its manifest, and entries already there stay.
 
@@ -103,7 +107,7 @@ class _Timed:
         self._file, self._seconds, self._until = file, seconds, time.monotonic() + seconds
 
     def read(self, size: int) -> bytes:
-        self.check()  # here, too: a gzip file may have any number of empty parts, which are one read of its content
+        self.check()  # here, too: a gzip file may have a million empty parts, which are one read
         return self._file.read(size)
 
     def seek(self, place: int, whence: int = 0) -> int:

@@ -85,7 +85,7 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     environment = dict(plans[0].environment)
     if any(step.kind == "device" for plan in plans for step in plan.steps):
         environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES)
-    if trust.path_problem(tempfile.gettempdir(), passage=True):  # there other users could swap what a compiler hands on
+    if trust.path_problem(tempfile.gettempdir(), passage=True):  # others could swap what is there
         environment["TMPDIR"] = str(directory)
     outcome = _run_ninja(command, environment, progress, _Watch(plans))
     for plan in plans if outcome.returncode else ():
@@ -161,7 +161,7 @@ class _Watch:
                 below = children.below(child)
                 with contextlib.suppress(OSError):
                     os.killpg(group, signal.SIGKILL)
-                for process in below:  # in a session of their own they would keep the pipe open that ninja waits for
+                for process in below:  # in other sessions they would keep ninja's pipe open
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)
 

@@ -10,7 +10,7 @@ from .. import _json, trust
 from .manifest import FILE_NAME, Manifest, Refusal, verify
 
 UNSIGNED = ("build.ninja", "build.log")
-"""What an entry may have besides its library, its manifest and that one's signature, which covers neither of them."""
+"""What an entry may have besides its library, manifest and signature, which covers neither."""
 
 
 class Entry(NamedTuple):
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names that an entry's files may have. What else is in its directory is neither carried elsewhere nor installed."""
+        """The names that an entry's files may have. No others are installed or carried."""
         return (*self.signed_files, *UNSIGNED)
 
     @property

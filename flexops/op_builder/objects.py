@@ -23,9 +23,10 @@ NAME = "kept-objects"
 
 
 def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> frozenset[str]:
-    """Put the plan's objects that are in the cache into its build directory, each with a dependency file that names today's headers.
+    """Put the plan's objects that are in the cache into its build directory.
 
-    In a shared cache any member could have made them: what is signed is linked from those only that a trusted key signed.
+    Each gets a dependency file that names today's headers. In a shared cache any member could
+    have made them: what is signed is linked from those only that a trusted key signed.
 
     Returns:
         The names of the objects that are there now.
@@ -48,9 +49,17 @@ def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> frozenset[st
 
 
 def keep(
-    plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, started: float, restored: frozenset[str]
+    plan: BuildPlan,
+    directory: Path,
+    cache: BuildCache,
+    sources: Digests,
+    started: float,
+    restored: frozenset[str],
 ) -> None:
-    """Store the objects that a build left in its directory, less the ``restored``. A convenience: what cannot be stored is not."""
+    """Store the objects that a build left in its directory, less the ``restored``.
+
+    A convenience: what cannot be stored is not.
+    """
     for step in _compiles(plan):
         built = directory / step.output
         single = _single(plan, step)
@@ -58,7 +67,7 @@ def keep(
             mine = cache_key.source_digests(single)
             reached = cache_key.reached_headers(single, [directory / f"{step.output}.d"])
             edited = any(sources.get(name) != digest for name, digest in mine.items()) or any(os.stat(path).st_mtime >= started for path in reached)
-            if edited or step.output in restored or built.stat().st_nlink > 1:  # more than one link: it came from a cache
+            if edited or step.output in restored or built.stat().st_nlink > 1:  # it was in a cache
                 continue
             _store(single, step, built, cache, mine, search.header_states(single, directory, reached))
 

@@ -31,7 +31,10 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _NOT_CODE = (200, 209, 218, 500)
-"""CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and NOT_FOUND (a kernel): the code is not what it was filed as."""
+"""CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and NOT_FOUND (a kernel).
+
+The code is not what it was filed as.
+"""
 _NOT_STARTED = ' (a process that was forked after its parent had used CUDA cannot use it: multiprocessing.set_start_method("spawn"))'
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
 _Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -231,7 +234,8 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
-            refusals.append(_too_new(entry) or _refused(entry, kernel, capability, error, compiled=compiled))
+            refused = _refused(entry, kernel, capability, error, compiled=compiled)
+            refusals.append(refused)
             mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
     fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
@@ -239,13 +243,22 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
 
 
 def _refused(
-    entry: Entry, kernel: AnyKernel, capability: ComputeCapability, error: OSError | DriverError, *, compiled: bool
+    entry: Entry,
+    kernel: AnyKernel,
+    capability: ComputeCapability,
+    error: OSError | DriverError,
+    *,
+    compiled: bool,
 ) -> Refusal:
-    """Why code is not used. What is whole and yet not what it was filed as is put aside, or it would be found each time.
+    """Why code is not used. What is whole and yet not what it was filed as is put aside.
+
+    Otherwise it would be found each time.
 
     Args:
         compiled: this process has just compiled it, and would compile the same again.
     """
+    if too_new := _too_new(entry):
+        return too_new
     reason = f"{entry.library}: the driver refuses it: {error}"
     useless = isinstance(error, DriverError) and error.status in _NOT_CODE
     if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
@@ -257,9 +270,10 @@ def _refused(
 def _entries(
     kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
 ) -> Iterator[tuple[Entry, bool]]:
-    """Code to try, best first, and whether it was compiled now; what is ruled out on the way goes to ``refusals``.
+    """Code to try, best first, and whether it was compiled now.
 
-    PTX, which the driver has to compile first, comes last.
+    What is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first,
+    comes last.
     """
     for entry in _ready(kernel, machine_code(capability), refusals):
         installed = entry.directory.is_relative_to(kernel.spec.project.aot)
@@ -300,7 +314,7 @@ def _ready(
 def _compiled(
     kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
 ) -> Iterator[tuple[Entry, bool]]:
-    """Code of the cache, the remote cache or another process; if the driver refuses that, code that is compiled here."""
+    """Code of the caches or another process; if the driver refuses that, code compiled here."""
     from . import device_code  # a start that compiles nothing does without
 
     chosen = settings.current()
@@ -310,7 +324,8 @@ def _compiled(
             logging.getLogger("flexops").warning("%s", note)
         cached, tries = True, 0
         while cached and tries < _TRIES:
-            result = device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0]
+            cache = loader.open_cache(chosen)
+            result = device_code.obtain([plan], cache, time_limit=chosen.compile_timeout)[0]
             cached, tries = result.cached, tries + 1
             entry = result.require()
             yield entry, not cached

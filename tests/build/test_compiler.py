@@ -163,7 +163,7 @@ def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "in a session of its own"])
 def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> None:
-    """A process in another session keeps the pipe open that ninja waits for: it has to be stopped, too."""
+    """A process in another session keeps the pipe open that ninja waits for."""
     sleep = "sleep 61" if how == "plain" else "setsid -w sleep 61"
     plan = shell_plan("slow", f"echo half > lib.so; {sleep}; true")
     plan = plan._replace(timeout=1)

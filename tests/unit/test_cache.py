@@ -459,11 +459,16 @@ def slow_bomb(which: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("which", ["much content", "empty parts"])
 def test_a_load_waits_for_no_archive_longer_than_its_limit(
-    cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: BuildCache,
+    tmp_path: Path,
+    which: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What a remote cache sends is unpacked for as long as its answers are waited for."""
     archive = slow_bomb(which, tmp_path / "bomb.tar.gz")
-    monkeypatch.setattr(Remote, "_get", lambda _self, _name, file, _most: shutil.copy(archive, file) and "tag")
+    sent = lambda _self, _name, file, _most: shutil.copy(archive, file) and "tag"  # noqa: E731
+    monkeypatch.setattr(Remote, "_get", sent)
     store = Remote("file:///nowhere", limit=0.2)
     started = time.monotonic()
     assert store.fetch(cache, "a", "k") is None

@@ -42,7 +42,7 @@ def place(require: Callable[..., None]) -> Iterator[Path]:
 
 
 def as_user(user: int, work: Callable[[], Any], group: int = 0) -> Any:
-    """What ``work`` returns (as JSON) in a process of that user, who is in no other group but that."""
+    """What ``work`` returns (as JSON) in a process of that user, in no other group than that."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -408,7 +408,7 @@ def test_signatures_travel_in_archives(tmp_path: Path, keys: Path) -> None:
     assert there.lookup(plan)
 
 
-# ---- builds in a shared cache -----------------------------------------------------------------------------------------------------------------
+# ---- builds in a shared cache --------------------------------------------------------------------
 
 
 def team_root(place: Path, mode: int) -> Path:
@@ -420,7 +420,7 @@ def team_root(place: Path, mode: int) -> Path:
 
 
 def swap(root: Path, forged: bytes) -> int:
-    """As another member: put a folder of one's own in the place of each that is built in; returns how many."""
+    """As another member: put a forged folder in the place of each; returns of how many."""
     os.umask(0)
     swapped = 0
     for private in (root / ".tmp").iterdir():
@@ -439,7 +439,7 @@ def swap(root: Path, forged: bytes) -> int:
 def test_no_member_of_a_shared_cache_can_swap_what_is_built_and_signed(
     place: Path, keys: Path, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The private folder was below the shared root, where any member could rename it while it was built in."""
+    """The private folder was below the shared root, where any member could rename it."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delenv("TMPDIR", raising=False)
     root, tools = team_root(place, mode), place / "tools"
@@ -459,7 +459,8 @@ def test_no_member_of_a_shared_cache_can_swap_what_is_built_and_signed(
         (tools / "hang-link").unlink()
         signer.join()
     assert len(said) == 1, "the build was done"
-    signed = [path for path in root.glob("*/*/manifest.json.sig") if (path.parent / "tiny.so").read_bytes() == b"forged"]
+    libraries = [path.with_name("tiny.so") for path in root.glob("*/*/manifest.json.sig")]
+    signed = [library for library in libraries if library.read_bytes() == b"forged"]
     assert (swapped, signed) == (0, [])
     opened = reader(root, keys, shared=True, copies=place / "copies").lookup(plan)
     assert opened is not None
@@ -482,7 +483,9 @@ def test_what_another_user_could_have_changed_is_not_signed(place: Path, keys: P
     assert "can be written by everybody" in caught.value.found
 
 
-def test_no_place_that_only_the_builder_can_change_is_said(place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_that_only_the_builder_can_change_is_said(
+    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (place / "open").mkdir()
     (place / "open").chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(place / "open"))
@@ -490,7 +493,7 @@ def test_no_place_that_only_the_builder_can_change_is_said(place: Path, plan: Bu
     with pytest.raises(CacheError, match="no place to build in") as caught:
         made_up_entry(cache, plan)
     assert caught.value.fix.startswith("export TMPDIR=")
-    made_up_entry(BuildCache(place / "own"), plan)  # where nobody else can write, builds are in the cache itself
+    made_up_entry(BuildCache(place / "own"), plan)  # builds of one's own cache are in it
 
 
 def test_a_place_of_that_name_that_another_user_made_is_not_built_in(
@@ -522,7 +525,7 @@ def test_a_workshop_that_another_user_left_is_put_aside(place: Path, plan: Build
 def test_what_is_signed_is_not_linked_from_objects_of_another_member(
     place: Path, keys: Path
 ) -> None:
-    """Objects are kept in the shared cache, unsigned or signed by any key: a forged one would be linked and signed with the rest."""
+    """Objects are kept in the shared cache: a forged one would be linked and signed."""
     root = team_root(place, 0o777)
     plan = tiny_plan(place / "tiny", keep_objects=True)
     member = BuildCache(root, shared=True)
@@ -543,14 +546,20 @@ def test_what_is_signed_is_not_linked_from_objects_of_another_member(
     entry = build_plans([plan], signer)[0].require()
     assert answer(entry.library) == 42
     trusting = BuildCache(
-        root, shared=True, signing_key=keys / "team", trusted_keys=keys / "allowed_signers", copies=place / "copies"
+        root,
+        shared=True,
+        signing_key=keys / "team",
+        trusted_keys=keys / "allowed_signers",
+        copies=place / "copies",
     )
     shutil.rmtree(root / plan.name)
     assert answer(build_plans([plan], trusting)[0].require().library) == 42
 
 
-def test_a_list_of_headers_is_not_written_through_a_link(place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of a shared cache put a link in the place of the temporary file: what it led to was overwritten."""
+def test_a_list_of_headers_is_not_written_through_a_link(
+    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member put a link in the place of the temporary file: what it led to was overwritten."""
     precious = place / "precious"
     precious.write_text("mine")
     real = tempfile.mkstemp
@@ -567,15 +576,17 @@ def test_a_list_of_headers_is_not_written_through_a_link(place: Path, plan: Buil
     assert precious.read_text() == "mine"
 
 
-# ---- files that no entry has ------------------------------------------------------------------------------------------------------------------
+# ---- files that no entry has ---------------------------------------------------------------------
 
 
 def with_files(archive: Path, target: Path, files: dict[str, bytes]) -> Path:
     """An archive of one entry with more files in it."""
-    with tarfile.open(archive) as old, tarfile.open(target, "w:gz", format=tarfile.USTAR_FORMAT) as new:
+    ustar = tarfile.USTAR_FORMAT
+    with tarfile.open(archive) as old, tarfile.open(target, "w:gz", format=ustar) as new:
         for member in old.getmembers():
             new.addfile(member, old.extractfile(member))
-        folder = next(name for name in old.getnames() if name.endswith("/manifest.json")).rpartition("/")[0]
+        manifest = next(name for name in old.getnames() if name.endswith("/manifest.json"))
+        folder = manifest.rpartition("/")[0]
         for name, content in files.items():
             member = tarfile.TarInfo(f"{folder}/{name}")
             member.size = len(content)
@@ -588,14 +599,15 @@ ADDED = {"train.py": b"evil", "sitecustomize.py": b"evil", "Makefile": b"evil"}
 
 @pytest.mark.parametrize("way", ["import", "remote", "verified copy"])
 def test_a_signed_entry_with_added_files_brings_none_of_them(
-    tmp_path: Path, keys: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, keys: Path, way: str
 ) -> None:
-    """The signature covers the manifest and the library; what is beside them may be of whoever carried it here."""
+    """The signature covers the manifest and the library, and nothing that is beside them."""
     plan, user = tiny_plan(tmp_path / "tiny"), tmp_path / "user"
     made = made_up_entry(builder(tmp_path / "first", keys), plan)
     cache_archive.export(BuildCache(tmp_path / "first"), tmp_path / "signed.tar.gz")
     unsigned = {"build.ninja": b"rule evil", "build.log": b"evil"}
-    archive = with_files(tmp_path / "signed.tar.gz", tmp_path / "added.tar.gz", {**ADDED, **unsigned})
+    added = {**ADDED, **unsigned}
+    archive = with_files(tmp_path / "signed.tar.gz", tmp_path / "added.tar.gz", added)
     cache = reader(tmp_path / "there", keys)
     if way == "import":
         cache_archive.import_archive(cache, archive)
@@ -605,22 +617,24 @@ def test_a_signed_entry_with_added_files_brings_none_of_them(
         shutil.copy(archive, store / f"{made.manifest.key}.tar.gz")
         cache.remote = Remote(f"file://{tmp_path}/store", limit=20)
         assert cache.fetch_key(plan.name, made.manifest.key), cache.remote.problem
-        cache.record_headers(made.manifest, {"<tiny>/tiny.h": cache_key.file_digest(tmp_path / "tiny" / "tiny.h")})
+        header = cache_key.file_digest(tmp_path / "tiny" / "tiny.h")
+        cache.record_headers(made.manifest, {"<tiny>/tiny.h": header})
     else:
         root = tmp_path / "team"
         shutil.copytree(tmp_path / "first", root)
-        for name, content in {**ADDED, **unsigned}.items():
+        for name, content in added.items():
             (root / plan.name / made.manifest.key / name).write_bytes(content)
         root.chmod(0o777)
         cache = reader(root, keys, shared=True, copies=tmp_path / "copies")
     entry = cache.lookup(plan)
     assert entry is not None
-    assert {path.name for path in entry.directory.iterdir()} == {"manifest.json", "manifest.json.sig", "tiny.so"}
+    signed = {"manifest.json", "manifest.json.sig", "tiny.so"}
+    assert {path.name for path in entry.directory.iterdir()} == signed
     user.mkdir()
     (user / "train.py").write_text("mine")
     extension._installed(entry, user, shared=False)
     assert (user / "train.py").read_text() == "mine"
-    assert {path.name for path in user.iterdir()} == {"train.py", "manifest.json", "manifest.json.sig", "tiny.so"}
+    assert {path.name for path in user.iterdir()} == {"train.py", *signed}
 
 
 def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Path) -> None:
@@ -637,7 +651,7 @@ def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Pa
 
 
 def test_a_library_of_another_name_is_not_what_was_planned(tmp_path: Path) -> None:
-    """An unsigned archive may call its library ``train.py``, by which name it would be installed."""
+    """An unsigned archive may call its library ``train.py``: it would be installed so."""
     plan, cache = tiny_plan(tmp_path / "tiny"), BuildCache(tmp_path / "cache")
     made_up_entry(cache, plan._replace(library="train.py"))
     assert cache.lookup(plan._replace(library="train.py"))
