@@ -327,7 +327,7 @@ class BuildCache:
             raise
 
     def _copy_into(self, built: Path, copy: Path) -> None:
-        """Copy plain files by the directory's descriptor, not by its name, which others can change."""
+        """Copy plain files by the directory's descriptor: others can change what its name is of."""
         directory = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(directory).st_uid != os.geteuid():
@@ -392,7 +392,7 @@ class BuildCache:
         return self._place(directory, entry.manifest)
 
     def _kept(self, directory: Path) -> tuple[str, ...]:
-        """The files that are kept of an entry from elsewhere; with trusted keys, the signed ones."""
+        """The files that are kept of an entry from elsewhere; with trusted keys, those signed."""
         entry = read_manifest(directory)
         if entry is None:
             return ()
@@ -488,7 +488,8 @@ def _own_place() -> BuildCache:
         if problem := trust.path_problem(temporary, passage=True):
             what = "there is no place to build in that only you can change"
             raise CacheError(what, found=problem, required="such a TMPDIR", fix=fix)
-        what, required = "the place to build in is not yours", "a directory that only you can change"
+        what = "the place to build in is not yours"
+        required = "a directory that only you can change"
         raise CacheError(what, found=place.problem(), required=required, fix=fix)
     return place
 
