@@ -27,10 +27,11 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "scripts")]
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # builds need torch's files, if anything, and a fork of a small process is quick
 
 from campaign import builds as building
+from campaign import poison as poisoning
 from campaign import texts as reading
 from campaign.frame import KINDS, Tally, Unavailable, World, say
 
-PARTS = {**building.PARTS, **reading.PARTS}
+PARTS = {**building.PARTS, **poisoning.PARTS, **reading.PARTS}
 
 
 def main() -> int:

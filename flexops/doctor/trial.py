@@ -50,6 +50,8 @@ def workplace(cache_root: Path | None) -> Iterator[Path]:
 def _inside(cache_root: Path) -> Path | None:
     try:
         trust.make_directory(str(cache_root / ".tmp"))
+        if trust.path_problem(str(cache_root / ".tmp"), passage=True):
+            return None  # other users could swap what is built there
         return Path(tempfile.mkdtemp(prefix="doctor-", dir=cache_root / ".tmp"))
     except OSError:
         return None

@@ -142,12 +142,14 @@ def _build(
     try:
         with cache.workspace() as workspace:
             keepers = [plan for plan in plans if plan.keep_objects]
-            for plan in keepers:
-                objects.restore(plan, workspace / plan.name, cache)
+            restored = {
+                plan.name: objects.restore(plan, workspace / plan.name, cache) for plan in keepers
+            }
             outcome = _compile(plans, workspace, progress, debug)
             seconds = time.time() - started
             for plan in keepers:
-                objects.keep(plan, workspace / plan.name, cache, sources[plan.name], before)
+                folder, mine = workspace / plan.name, sources[plan.name]
+                objects.keep(plan, folder, cache, mine, before, restored[plan.name])
             results = []
             for plan in plans:
                 directory = workspace / plan.name

@@ -3,6 +3,7 @@
     <root>/<name>/<key>/{<library>, manifest.json, build.ninja, build.log}     an entry; never changed once it is there
     <root>/<name>/<base>.headers.json                                         which headers the last build under this base key reached
     <root>/.tmp/<random>/                                                     a build in progress; renamed into place when it is whole
+                        (in TMPDIR where other users could rename it here; then it is copied)
     <root>/.quarantine/                                                       entries found damaged, or not ours
     <root>/.locks/                                                            flock files: they only save duplicate work
 
@@ -43,6 +44,10 @@ _STARTING_SECONDS = 60.0
 _ABANDONED_SECONDS = 86400.0
 _CHUNK = 1 << 20
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+_rejected: set[tuple[str, str]] = set()
+"""Name and key of what this process has rejected: the remote cache may have it still."""
 
 
 class CacheInfo(NamedTuple):
@@ -99,7 +104,7 @@ class BuildCache:
         except (OSError, ValueError):
             return None
         key = _key_today(plan, base, recorded)
-        return self.read(plan.name, key) if key else None
+        return _as_planned(plan, self.read(plan.name, key)) if key else None
 
     def fetch(self, plan: BuildPlan) -> Entry | None:
         """The entry of this very plan from the remote cache, which is then here; None if there is none."""
@@ -107,12 +112,13 @@ class BuildCache:
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
         key = _key_today(plan, base, self.remote.headers(self, plan.name, base))
-        return self.fetch_key(plan.name, key) if key else None
+        return _as_planned(plan, self.fetch_key(plan.name, key)) if key else None
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
         """The entry under a key from the remote cache, which is then here; None if there is none."""
-        fetched = self.remote.fetch(self, name, key) if self.remote else None
-        return self.read(name, key) if fetched else None
+        if self.remote is None or (name, key) in _rejected:
+            return None
+        return self.read(name, key) if self.remote.fetch(self, name, key) else None
 
     def read(self, name: str, key: str) -> Entry | None:
         """The entry under a key, verified; a damaged one is put aside and counts as absent."""
@@ -156,6 +162,14 @@ class BuildCache:
             return f"{self.root} cannot be looked at: {error.strerror}"
         return ""
 
+    def reject(self, entry: Entry) -> None:
+        """Put aside an entry that is whole and yet useless. This process fetches it no more."""
+        name, key = entry.manifest.name, entry.manifest.key
+        _rejected.add((name, key))
+        for cache in (self, self._copies):
+            if cache and (cache.root / name / key).is_dir():
+                cache._quarantine(cache.root / name / key)
+
     # ---- adding -------------------------------------------------------------------------------------------------------------------------
 
     def require_writable(self) -> None:
@@ -180,6 +194,8 @@ class BuildCache:
         try:
             self._make(self.root)
             for directory in (self.root / ".tmp", self.root / ".locks"):
+                if not self.shared and _is_foreign(directory):  # made while others could write here
+                    directory.unlink() if directory.is_symlink() else self._quarantine(directory)
                 self._make(directory, 0o700)  # or anybody could take a lock, for ever
                 if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:  # made by an older flexops
                     os.chmod(directory, mode & 0o700)
@@ -206,9 +222,20 @@ class BuildCache:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A private directory on the cache's file system to build in, removed afterwards. What dead processes left is swept first."""
+        """A directory to build in that no other user can reach or rename, removed afterwards.
+
+        It is on the cache's file system, or in TMPDIR where other users could rename what is in
+        the cache. What dead processes left is swept first.
+
+        Raises:
+            CacheError: there is no such place, or the cache cannot be written.
+        """
         self._prepare()
         self._sweep()
+        if trust.path_problem(str(self.root / ".tmp"), passage=True):
+            with _own_place().workspace() as path:
+                yield path
+            return
         path, owner = Path(tempfile.mkdtemp(dir=self.root / ".tmp")), os.getpid()
         try:
             with lock.held(path / OWNER_LOCK):
@@ -236,6 +263,9 @@ class BuildCache:
             CacheError: it cannot be stored, or not be signed.
         """
         try:
+            if self.signing_key and (problem := trust.path_problem(str(built.parent))):
+                what = "what was built is not signed: another user could have changed it"
+                raise CacheError(what, found=problem)
             manifest = manifest._replace(sha256=cache_key.file_digest(built / manifest.library))
             (built / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
             if self.signing_key:
@@ -258,14 +288,15 @@ class BuildCache:
             raise _not_stored(path, error) from error
 
     def _place(self, built: Path, manifest: Manifest) -> Entry:
-        """Rename a whole directory to its key, unless a whole entry is there already."""
+        """Move a whole directory to its key, unless a whole entry is there already."""
         final = self.root / manifest.name / manifest.key
         refused: OSError | Refusal | None = None
+        placed = False
         for attempt in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
             try:
-                self._close(built)
                 self.make_name(manifest.name)
-                os.rename(built, final)
+                self._move(built, final)
+                placed = True
             except OSError as error:
                 refused = error
             if entry := self.read(manifest.name, manifest.key):
@@ -273,43 +304,99 @@ class BuildCache:
             found, _ = read_entry(final, self._whole)
             if found and (refusal := self.verified(found)[1]):  # whole, but nobody trusted vouches for it
                 refused = refusal
-                if built.exists() and attempt < 2:
+                if not placed and attempt < 2:
                     self._quarantine(final)
         raise _not_stored(final, refused)
 
-    def _close(self, built: Path) -> None:
-        """Take from others the right to write to what is to be published, whatever the umask; in a shared cache, give them the root's right to read."""
+    def _move(self, built: Path, final: Path) -> None:
+        """Rename a directory to its place; of one that was built elsewhere, a copy."""
+        if built.is_relative_to(self.root):
+            for path in (built, *built.iterdir()):
+                status = path.lstat()
+                if not stat.S_ISLNK(status.st_mode):
+                    os.chmod(path, self._mode(status))
+            os.rename(built, final)
+            return
+        # Copied within the cache, for the group that its directories may hand down.
+        copy = Path(tempfile.mkdtemp(dir=self.root / ".tmp"))
+        try:
+            self._copy_into(built, copy)
+            os.rename(copy, final)
+        except OSError:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+
+    def _copy_into(self, built: Path, copy: Path) -> None:
+        """Copy plain files by the directory's descriptor: others can change what its name is of."""
+        directory = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(directory).st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "another user's directory is in its place", str(copy))
+            for path in sorted(built.iterdir()):
+                if path.is_file() and not path.is_symlink():
+                    mode = self._mode(path.lstat())
+                    _copy_file(path, path.name, self.max_bytes, directory=directory, mode=mode)
+            os.fchmod(directory, self._mode(built.lstat()))
+        finally:
+            os.close(directory)
+
+    def _mode(self, status: os.stat_result) -> int:
+        """The mode of what is published: others may not write to it, whatever the umask.
+
+        In a shared cache they get the root's right to read.
+        """
+        mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
+        if not self.shared:
+            return mode
         root = stat.S_IMODE(self.root.stat().st_mode)
-        for path in (built, *built.iterdir()):
-            status = path.lstat()
-            mode = stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE
-            if self.shared and stat.S_ISDIR(status.st_mode):
-                mode = root
-            elif self.shared:
-                mode |= root & (0o555 if mode & stat.S_IXUSR else 0o444)
-            if not stat.S_ISLNK(status.st_mode):
-                os.chmod(path, mode)
+        if stat.S_ISDIR(status.st_mode):
+            return root
+        return mode | (root & (0o555 if mode & stat.S_IXUSR else 0o444))
 
     def adopt(self, source: Path) -> Entry:
-        """Copy a whole entry from elsewhere (an import, an ahead-of-time directory) into the cache. Verified is the copy, by its SHA-256.
+        """Copy the files of a whole entry from elsewhere into the cache. The copy is verified.
 
         Raises:
-            CacheError: it is not whole, not signed by whom it should be, or cannot be stored.
+            CacheError: it is not whole, not signed by one of the trusted keys, or cannot be stored.
         """
         with self.workspace() as workspace:
             copy = workspace / "entry"
             try:
                 copy.mkdir(mode=0o700)
-                for path in sorted(source.iterdir()):
-                    if not path.name.startswith("."):
+                # The manifest first: it names the library.
+                for path in sorted(source.iterdir(), key=lambda path: path.name != FILE_NAME):
+                    if path.name == FILE_NAME or path.name in self._kept(copy):
                         _copy_file(path, copy / path.name, self.max_bytes)
             except OSError as error:
                 raise _not_stored(copy, error) from error
-            entry, refusal = read_entry(copy, Demands(sha256=True, trusted_keys=self.trusted_keys))
-            if entry is None:
-                reason = refusal.reason.replace(str(copy), str(source)) if refusal else str(source)
-                raise CacheError("this is no intact build", found=reason, fix=(refusal.fix if refusal else "") or "build it again")
-            return self._place(copy, entry.manifest)
+            return self.take(copy, source)
+
+    def take(self, directory: Path, source: Path) -> Entry:
+        """Move an entry from a ``workspace`` into the cache, verified, and without other files.
+
+        Args:
+            source: what errors name.
+
+        Raises:
+            CacheError: as ``adopt``.
+        """
+        entry, refusal = read_entry(directory, Demands(sha256=True, trusted_keys=self.trusted_keys))
+        if entry is None:
+            reason = refusal.reason.replace(str(directory), str(source)) if refusal else str(source)
+            fix = (refusal.fix if refusal else "") or "build it again"
+            raise CacheError("this is no intact build", found=reason, fix=fix)
+        kept = self._kept(directory)
+        for path in directory.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return self._place(directory, entry.manifest)
+
+    def _kept(self, directory: Path) -> tuple[str, ...]:
+        """The files that are kept of an entry from elsewhere; with trusted keys, those signed."""
+        entry = read_manifest(directory)
+        if entry is None:
+            return ()
+        return entry.signed_files if self.trusted_keys else entry.files
 
     # ---- keeping house ------------------------------------------------------------------------------------------------------------------
 
@@ -392,25 +479,59 @@ class BuildCache:
                     shutil.rmtree(path, ignore_errors=True)
 
 
+def _own_place() -> BuildCache:
+    """A directory in TMPDIR that only this user can change, for caches that others can change."""
+    temporary = tempfile.gettempdir()
+    place = BuildCache(Path(temporary) / f"flexops-builds-{os.geteuid()}")
+    if place.problem():  # another user may have made one of that name
+        fix = "export TMPDIR=<a directory of your own>"
+        if problem := trust.path_problem(temporary, passage=True):
+            what = "there is no place to build in that only you can change"
+            raise CacheError(what, found=problem, required="such a TMPDIR", fix=fix)
+        what = "the place to build in is not yours"
+        required = "a directory that only you can change"
+        raise CacheError(what, found=place.problem(), required=required, fix=fix)
+    return place
+
+
+def _is_foreign(directory: Path) -> bool:
+    """Whether a directory is another user's, or a link."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(status.st_mode) or status.st_uid not in (os.geteuid(), 0)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside it, which takes its place when the block has written it: whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
-    try:
+    with _removed_on_error(temporary):
         yield Path(temporary)
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: str) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(path)
         raise
 
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o644)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _removed_on_error(temporary):
+        # Not by its name: in a shared cache another user may have put a link there.
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            os.fchmod(handle, 0o644)
+        os.replace(temporary, path)
 
 
 def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
@@ -429,6 +550,11 @@ def _key_today(plan: BuildPlan, base: str, recorded: Any) -> str:
         return cache_key.full_key(base, cache_key.header_states(recorded, places_today(plan, recorded))) if isinstance(recorded, dict) else ""
     except (OSError, ValueError):
         return ""
+
+
+def _as_planned(plan: BuildPlan, entry: Entry | None) -> Entry | None:
+    """The entry, if its library has the plan's name for it: by that name it is installed."""
+    return entry if entry and entry.manifest.library == plan.library else None
 
 
 def _is_filed_right(entry: Entry) -> bool:
@@ -451,12 +577,27 @@ def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
     return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
 
 
-def _copy_file(source: Path, target: Path, limit: int) -> None:
-    """Copy a plain file of at most so many bytes, and whether it can be executed; a link or device raises ``OSError``."""
-    with open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as reader, open(target, "xb") as writer:
+def _copy_file(
+    source: Path, target: Path | str, limit: int, *, directory: int | None = None, mode: int = 0
+) -> None:
+    """Copy a plain file of at most so many bytes; a link or device raises ``OSError``.
+
+    Args:
+        directory: descriptor of the directory that ``target`` is in.
+        mode: of the copy; 0: as what it was is copied, an executable or not.
+    """
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    plain = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    with (
+        open(os.open(source, plain), "rb") as reader,
+        open(os.open(target, new, 0o600, dir_fd=directory), "wb") as writer,
+    ):
         status = os.fstat(reader.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
             raise OSError(errno.EINVAL, "not a plain file, or larger than the cache may be", str(source))
         for _ in range(0, status.st_size, _CHUNK):
             writer.write(reader.read(_CHUNK))
-        os.fchmod(writer.fileno(), 0o755 if status.st_mode & stat.S_IXUSR else 0o644)
+        writer.flush()
+        if directory is not None:
+            os.fsync(writer.fileno())
+        os.fchmod(writer.fileno(), mode or (0o755 if status.st_mode & stat.S_IXUSR else 0o644))

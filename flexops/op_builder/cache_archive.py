@@ -36,7 +36,7 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
             for entry in entries:
                 place = f"{entry.manifest.name}/{entry.manifest.key}"
                 headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
-                for path in (*sorted(entry.directory.iterdir()), headers):
+                for path in (*(entry.directory / name for name in sorted(entry.files)), headers):
                     if path.is_file() and not path.is_symlink():
                         name = f"{entry.manifest.name}/{path.name}" if path == headers else f"{place}/{path.name}"
                         archive.add(path, arcname=name, recursive=False, filter=_anonymous)
@@ -49,11 +49,18 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
     return entries
 
 
-def import_archive(cache: BuildCache, file: Path, *, only: tuple[str, str] | None = None) -> list[Entry]:
+def import_archive(
+    cache: BuildCache,
+    file: Path,
+    *,
+    only: tuple[str, str] | None = None,
+    seconds: float = MAX_SECONDS,
+) -> list[Entry]:
     """Add an archive's entries to the cache; each is checked against its manifest, and entries already there stay.
 
     Args:
         only: the name and key of what it must hold, and nothing else.
+        seconds: that unpacking may take.
 
     Raises:
         CacheError: the file cannot be read, is no such archive, holds more than the cache may, or a damaged entry; entries before that one are kept.
@@ -61,10 +68,10 @@ def import_archive(cache: BuildCache, file: Path, *, only: tuple[str, str] | Non
     with cache.workspace() as workspace:
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            with open(descriptor, "rb") as packed, gzip.GzipFile(fileobj=packed, mode="rb") as unpacked:
+            with open(descriptor, "rb") as packed:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise tarfile.TarError("not a plain file")
-                _extract(_Bounded(packed, unpacked, cache.max_bytes), workspace)
+                _extract(_Bounded(_Timed(packed, seconds), cache.max_bytes), workspace)
         except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             raise CacheError("this is no archive of flexops cache entries", found=f"{file}: {reason}", fix="make one: flexops cache export FILE") from error
@@ -73,7 +80,7 @@ def import_archive(cache: BuildCache, file: Path, *, only: tuple[str, str] | Non
         if only and [(path.parts[-3], path.parts[-2]) for path in found] != [only]:
             raise CacheError("this is not the archive that was asked for", found=f"{len(found)} entries", required="/".join(only))
         for manifest in found:
-            adopted.append(cache.adopt(manifest.parent))
+            adopted.append(cache.take(manifest.parent, manifest.parent.relative_to(workspace)))
             _adopt_headers(cache, manifest.parent, adopted[-1])
     return adopted
 
@@ -93,12 +100,33 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
+class _Timed:
+    """A file that can be read for so many seconds."""
+
+    def __init__(self, file: BinaryIO, seconds: float) -> None:
+        self._file, self._seconds, self._until = file, seconds, time.monotonic() + seconds
+
+    def read(self, size: int) -> bytes:
+        self.check()  # here, too: a gzip file may have a million empty parts, which are one read
+        return self._file.read(size)
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        return self._file.seek(place, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def check(self) -> None:
+        if time.monotonic() > self._until:
+            raise tarfile.TarError(f"takes more than {self._seconds:.3g} s to unpack")
+
+
 class _Bounded:
     """The content of a gzip file, read once from start to end, as far as the bounds allow."""
 
-    def __init__(self, packed: BinaryIO, unpacked: gzip.GzipFile, max_bytes: int) -> None:
-        self._packed, self._unpacked, self._max_bytes = packed, unpacked, max_bytes
-        self._until = time.monotonic() + MAX_SECONDS
+    def __init__(self, packed: _Timed, max_bytes: int) -> None:
+        self._packed, self._max_bytes = packed, max_bytes
+        self._unpacked = gzip.GzipFile(fileobj=packed, mode="rb")
         self._count = 0
 
     def read(self, size: int) -> bytes:
@@ -109,8 +137,7 @@ class _Bounded:
             raise tarfile.TarError(f"more than the {self._max_bytes} bytes that the cache may hold (FLEXOPS_CACHE_MAX_SIZE)")
         if self._count > max(_FREE_BYTES, MAX_RATIO * self._packed.tell()):
             raise tarfile.TarError(f"unpacks to more than {MAX_RATIO} times its size, as no libraries do")
-        if time.monotonic() > self._until:
-            raise tarfile.TarError(f"takes more than {MAX_SECONDS:.0f} s to unpack")
+        self._packed.check()
         return data
 
 
@@ -135,7 +162,7 @@ def _extract(archive: _Bounded, directory: Path) -> None:
                     raise EOFError("it ends in the middle of a file")
                 stream.write(data)
                 left -= len(data)
-            os.fchmod(stream.fileno(), 0o700 if member.mode & stat.S_IXUSR else 0o600)
+            os.fchmod(stream.fileno(), 0o755 if member.mode & stat.S_IXUSR else 0o644)
         archive.read(-member.size % _BLOCK)
     raise tarfile.TarError(f"more than {MAX_MEMBERS} files")
 

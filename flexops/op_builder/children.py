@@ -24,6 +24,12 @@ def of(parent: int) -> Iterator[tuple[int, int, float]]:
             yield process, int(fields[2]), now - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def below(parent: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = [process for process, _, _ in of(parent)]
+    return [*found, *(process for child in found for process in below(child))]
+
+
 def command(process: int) -> str:
     """How it was started, its arguments separated by blanks; empty if it has ended."""
     try:

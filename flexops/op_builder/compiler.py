@@ -11,12 +11,13 @@ import select
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import _fork
+from .. import _fork, trust
 from ..errors import ToolchainError
 from . import children
 from .plan import BuildPlan, Step
@@ -84,6 +85,8 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     environment = dict(plans[0].environment)
     if any(step.kind == "device" for plan in plans for step in plan.steps):
         environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES)
+    if trust.path_problem(tempfile.gettempdir(), passage=True):  # others could swap what is there
+        environment["TMPDIR"] = str(directory)
     outcome = _run_ninja(command, environment, progress, _Watch(plans))
     for plan in plans if outcome.returncode else ():
         for step in plan.steps:
@@ -155,13 +158,18 @@ class _Watch:
             # A step has a group of its own, with all that it starts.
             if seconds > self._limit and group == child and child not in (ninja, os.getpgrp()):
                 self._note(children.command(child))
+                below = children.below(child)
                 with contextlib.suppress(OSError):
                     os.killpg(group, signal.SIGKILL)
+                for process in below:  # in other sessions they would keep ninja's pipe open
+                    with contextlib.suppress(OSError):
+                        os.kill(process, signal.SIGKILL)
 
     def _note(self, command: str) -> None:
         for plan, step in self._steps:
             if any(text in command for text in (shlex.join(full_command(plan, step)), " ".join(full_command(plan, step)))):
-                source = next((name for name in step.inputs if not name.endswith(".o")), step.output)
+                made = f"the link of {step.output}" if step.kind == "link" else step.output
+                source = next((name for name in step.inputs if not name.endswith(".o")), made)
                 self.stopped[f"{plan.name}/{step.output}"] = f"{TIMED_OUT} {self._limit} s (FLEXOPS_COMPILE_TIMEOUT): {source}\n"
 
 

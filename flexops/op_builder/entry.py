@@ -9,6 +9,9 @@ from typing import NamedTuple
 from .. import _json, trust
 from .manifest import FILE_NAME, Manifest, Refusal, verify
 
+UNSIGNED = ("build.ninja", "build.log")
+"""What an entry may have besides its library, manifest and signature, which covers neither."""
+
 
 class Entry(NamedTuple):
     """One artifact in the cache, or in an ahead-of-time directory of the same form."""
@@ -19,6 +22,18 @@ class Entry(NamedTuple):
     @property
     def library(self) -> Path:
         return self.directory / self.manifest.library
+
+    @property
+    def signed_files(self) -> tuple[str, ...]:
+        """The names of the manifest, its signature and the library."""
+        from . import signing
+
+        return (FILE_NAME, FILE_NAME + signing.SUFFIX, self.manifest.library)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names that an entry's files may have. No others are installed or carried."""
+        return (*self.signed_files, *UNSIGNED)
 
     @property
     def last_used(self) -> float:

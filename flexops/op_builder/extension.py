@@ -455,7 +455,10 @@ def _shown(name: str, chosen: Settings) -> Iterator[Progress | None]:
 
 def _show_warnings(entry: Entry) -> None:
     """What the compilers said; the commands have been shown while they ran."""
-    for line in (entry.directory / "build.log").read_text(encoding="utf-8", errors="replace").splitlines():
+    log = entry.directory / "build.log"
+    if not log.exists():  # a signed entry from elsewhere has none
+        return
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.startswith(("[", "ninja: ")):
             print(line, file=sys.stderr)
 
@@ -474,7 +477,7 @@ def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
         if verify(directory, entry.manifest, own=not shared) is None:
             return target
         trust.make_directory(str(directory))
-        for item in entry.directory.iterdir():
+        for item in (entry.directory / name for name in entry.files):
             if item.is_file() and item != entry.library:
                 _copy(item, directory / item.name)
         _copy(entry.library, target)  # a library that a process has open must not change under it

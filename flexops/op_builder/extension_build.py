@@ -87,8 +87,13 @@ def _unhurried(step: Step) -> Step:
 def _header(
     request: Request, plan: BuildPlan, tools: Toolchain, python: PythonBuild, cache: BuildCache, chosen: Settings
 ) -> pch.PrecompiledHeader | None:
-    """The precompiled header that this build could use, be it there or not. Nobody signs one."""
-    if chosen.pch == "0" or chosen.cache_trusted_keys or tools.host is None or tools.torch is None:
+    """The precompiled header that this build could use, be it there or not.
+
+    None is signed: what is signed is built without another member's.
+    """
+    if chosen.pch == "0" or tools.host is None or tools.torch is None:
+        return None
+    if chosen.cache_trusted_keys or (chosen.cache_shared and chosen.cache_signing_key):
         return None
     if not _users(plan, request) or pch.shadowed(request.include_dirs):
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 from ..errors import CacheError
@@ -21,8 +22,18 @@ NAME = "kept-objects"
 """Name of the cache directory that holds them."""
 
 
-def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
-    """Put the plan's objects that are in the cache into its build directory, each with a dependency file that names today's headers."""
+def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> frozenset[str]:
+    """Put the plan's objects that are in the cache into its build directory.
+
+    Each gets a dependency file that names today's headers. In a shared cache any member could
+    have made them: what is signed is linked from those only that a trusted key signed.
+
+    Returns:
+        The names of the objects that are there now.
+    """
+    restored: set[str] = set()
+    if cache.shared and cache.signing_key and not cache.trusted_keys:
+        return frozenset()
     for step in _compiles(plan):
         single = _single(plan, step)
         entry = cache.lookup(single)
@@ -32,18 +43,28 @@ def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> None:
         with contextlib.suppress(OSError):
             headers = places_today(plan, entry.manifest.files.keys() - cache_key.source_digests(single).keys())
             (directory / f"{step.output}.d").write_text(f"{step.output}: {' '.join(map(_escape, headers))}\n", encoding="utf-8")
-            os.link(entry.library, directory / step.output)
+            _link_or_copy(entry.library, directory / step.output)
+            restored.add(step.output)
+    return frozenset(restored)
 
 
 def keep(
-    plan: BuildPlan, directory: Path, cache: BuildCache, sources: Digests, before: edits.Before
+    plan: BuildPlan,
+    directory: Path,
+    cache: BuildCache,
+    sources: Digests,
+    before: edits.Before,
+    restored: frozenset[str],
 ) -> None:
-    """Store the objects that a build left in its directory. A convenience: what cannot be stored is not."""
+    """Store the objects that a build left in its directory, less the ``restored``.
+
+    A convenience: what cannot be stored is not.
+    """
     for step in _compiles(plan):
         built = directory / step.output
         single = _single(plan, step)
         with contextlib.suppress(OSError, CacheError):
-            if built.stat().st_nlink > 1:  # it came from the cache
+            if step.output in restored or built.stat().st_nlink > 1:  # it was in a cache
                 continue
             mine = cache_key.source_digests(single)
             reached = cache_key.reached_headers(single, [directory / f"{step.output}.d"])
@@ -52,6 +73,13 @@ def keep(
             edited = any(sources.get(name) != digest for name, digest in mine.items())
             if not edited and before.verdict(seen) == "same":
                 _store(single, step, built, cache, mine, headers)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another file system, or another user's
+        shutil.copy2(source, target)
 
 
 def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:

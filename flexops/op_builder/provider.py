@@ -29,8 +29,14 @@ if TYPE_CHECKING:
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_NOT_INITIALIZED, _NOT_CODE = 3, (200, 209)  # CUDA_ERROR_NOT_INITIALIZED; ..._INVALID_IMAGE, ..._NO_BINARY_FOR_GPU
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_NOT_CODE = (200, 209, 218, 500)
+"""CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and NOT_FOUND (a kernel).
+
+The code is not what it was filed as.
+"""
 _NOT_STARTED = ' (a process that was forked after its parent had used CUDA cannot use it: multiprocessing.set_start_method("spawn"))'
+_TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
 _Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 _lock = _fork.Lock()
@@ -221,42 +227,66 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
     """
     refusals: list[Refusal] = []
     mend = ""
-    for entry in _entries(kernel, capability, refusals):
+    for entry, compiled in _entries(kernel, capability, refusals):
         try:
             loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n"))  # PTX is a text, and ends so
             if settings.current().record and not isinstance(kernel, Program) and not (isinstance(kernel, FamilyKernel) and kernel.text):
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
-            refusals.append(_too_new(entry) or _refused(entry, kernel, error))
+            refused = _refused(entry, kernel, capability, error, compiled=compiled)
+            refusals.append(refused)
             mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
     fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
     raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
 
 
-def _refused(entry: Entry, kernel: AnyKernel, error: OSError | DriverError) -> Refusal:
-    """Code that is whole and yet not what it was filed as would be found again, each time."""
-    stays = isinstance(error, DriverError) and error.status in _NOT_CODE and not entry.directory.is_relative_to(kernel.spec.project.aot)
-    return Refusal(f"{entry.library}: the driver refuses it: {error}", f"flexops cache clear {entry.manifest.name}" if stays else "flexops doctor")
+def _refused(
+    entry: Entry,
+    kernel: AnyKernel,
+    capability: ComputeCapability,
+    error: OSError | DriverError,
+    *,
+    compiled: bool,
+) -> Refusal:
+    """Why code is not used. What is whole and yet not what it was filed as is put aside.
+
+    Otherwise it would be found each time.
+
+    Args:
+        compiled: this process has just compiled it, and would compile the same again.
+    """
+    if too_new := _too_new(entry):
+        return too_new
+    reason = f"{entry.library}: the driver refuses it: {error}"
+    useless = isinstance(error, DriverError) and error.status in _NOT_CODE
+    if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
+        return Refusal(reason, "flexops doctor")
+    loader.open_cache(settings.current()).reject(entry)
+    return Refusal(f"{reason}; it was put aside", kernel.mend(capability))
 
 
 def _entries(
     kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
-) -> Iterator[Entry]:
-    """Code to try, best first; what is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first, comes last."""
+) -> Iterator[tuple[Entry, bool]]:
+    """Code to try, best first, and whether it was compiled now.
+
+    What is ruled out on the way goes to ``refusals``. PTX, which the driver has to compile first,
+    comes last.
+    """
     for entry in _ready(kernel, machine_code(capability), refusals):
         installed = entry.directory.is_relative_to(kernel.spec.project.aot)
         counters.count("installed" if installed else "cache", settings.current().cache_dir, hit=True, size=entry.manifest.size)
-        yield entry
+        yield entry, False
     counters.count("cache", settings.current().cache_dir, hit=False)
     if settings.current().jit:
         yield from _compiled(kernel, capability, refusals)
     elif fetched := _fetched(kernel, capability):
-        yield fetched
+        yield fetched, False
     else:
         refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)))
-    yield from _ready(kernel, ptx(capability), refusals)
+    yield from ((entry, False) for entry in _ready(kernel, ptx(capability), refusals))
 
 
 def _ready(
@@ -281,7 +311,10 @@ def _ready(
                 yield whole
 
 
-def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]) -> Iterator[Entry]:
+def _compiled(
+    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
+) -> Iterator[tuple[Entry, bool]]:
+    """Code of the caches or another process; if the driver refuses that, code compiled here."""
     from . import device_code  # a start that compiles nothing does without
 
     chosen = settings.current()
@@ -289,7 +322,15 @@ def _compiled(kernel: AnyKernel, capability: ComputeCapability, refusals: list[R
         plan, notes = _plan(kernel, capability)
         for note in notes:
             logging.getLogger("flexops").warning("%s", note)
-        yield device_code.obtain([plan], loader.open_cache(chosen), time_limit=chosen.compile_timeout)[0].require()
+        cached, tries = True, 0
+        while cached and tries < _TRIES:
+            cache = loader.open_cache(chosen)
+            result = device_code.obtain([plan], cache, time_limit=chosen.compile_timeout)[0]
+            cached, tries = result.cached, tries + 1
+            entry = result.require()
+            yield entry, not cached
+            if entry.directory.exists():
+                return  # it was not put aside: another reason than the code
     except FlexopsError as error:
         if isinstance(error, CompileError) and not isinstance(kernel, FamilyKernel):
             raise

@@ -110,7 +110,8 @@ class Remote:
                     counters.count("remote", cache.root, hit=False, seconds=time.monotonic() - started)
                     return None
                 size = file.stat().st_size
-                entry = cache_archive.import_archive(cache, file, only=(name, key))[0]
+                seconds, only = max(self._left, 0.01), (name, key)
+                entry = cache_archive.import_archive(cache, file, only=only, seconds=seconds)[0]
         except (FlexopsError, OSError) as error:
             self._wasted(time.monotonic() - started, f"{entry_name(name, key)} is refused: {_words(error)}")
             counters.count("remote", cache.root, hit=False, seconds=time.monotonic() - started)

@@ -28,7 +28,7 @@ from .frame import Child, Fault, Unavailable, World, descendants, end, kill, pro
 
 FOREIGN = 666
 VICTIM, ATTACKER = 64711, 64712
-_LINKERS = ("ld", "collect2", "ld.bfd", "ld.gold", "ld.lld")
+LINKERS = ("ld", "collect2", "ld.bfd", "ld.gold", "ld.lld")
 _KILLS = ("tree", "parent", "one child", "ninja", "linker")
 _WRITTEN_BY_FLEXOPS = (CacheError.__name__, "CompileError")
 
@@ -91,7 +91,7 @@ def _strike(victim: Child, how: str, after: float, world: World, below: list[int
     until = time.monotonic() + (after if how != "linker" else 10 * after + 1)
     while time.monotonic() < until:
         if how == "linker":
-            linkers = [pid for pid in descendants(victim.pid) if program(pid) in _LINKERS]
+            linkers = [pid for pid in descendants(victim.pid) if program(pid) in LINKERS]
             if linkers and all(map(kill, linkers[-1:])):
                 return "linking"
             if os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,31 @@ def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
     plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(environment=(("GREETING", "hello"),))
     compiler.run([plan], tmp_path / "work")
     assert (tmp_path / "work" / "env" / "lib.so").read_text().split() == ["hello", "C"]
+
+
+@pytest.mark.parametrize("how", ["plain", "in a session of its own"])
+def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> None:
+    """A process in another session keeps the pipe open that ninja waits for."""
+    sleep = "sleep 61" if how == "plain" else "setsid -w sleep 61"
+    plan = shell_plan("slow", f"echo half > lib.so; {sleep}; true")
+    plan = plan._replace(timeout=1)
+    started = time.monotonic()
+    outcome = compiler.run([plan], tmp_path / "work")
+    assert time.monotonic() - started < 20
+    assert outcome.failed(plan)
+    found = diagnose(outcome.output)
+    assert "the link of lib.so" in found.error
+    assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
+
+
+@pytest.mark.parametrize(("mode", "inside"), [(0o777, True), (0o1777, False)])
+def test_compilers_hand_on_nothing_where_other_users_could_swap_it(
+    tmp_path: Path, mode: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "temporary").chmod(mode)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    compiler.run([shell_plan("steps", "echo $TMPDIR > lib.so")], tmp_path / "work")
+    used = (tmp_path / "work" / "steps" / "lib.so").read_text().strip()
+    assert used == str(tmp_path / ("work" if inside else "temporary"))

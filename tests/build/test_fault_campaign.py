@@ -29,7 +29,16 @@ def parse(text):
 _json.parse = parse
 """
 FAULTS = {
-    "forged": ("from flexops import trust; trust.problem = lambda status: ''; trust.path_problem = lambda path: ''", "foreign code"),
+    "forged": (
+        "from flexops import trust; trust.problem = lambda _: ''; "
+        "trust.path_problem = lambda _, **__: ''",
+        "foreign code",
+    ),
+    "swaps": ("from flexops import trust; trust.path_problem = lambda _, **__: ''", "foreign code"),
+    "poisoned": (
+        "from flexops.op_builder.cache import BuildCache; BuildCache.reject = lambda *_: None",
+        "wrong result",
+    ),
     "flips": (_RAISES, "traceback"),
     "texts": ("from flexops import _json; _json.parse = json.loads", "traceback"),
     "headers": ("from flexops.op_builder import edits; edits.Before.verdict = lambda *_: 'same'", "wrong result"),
@@ -59,7 +68,7 @@ def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("part", ["forged", "flips", "headers", "texts"])
+@pytest.mark.parametrize("part", ["forged", "swaps", "poisoned", "flips", "headers", "texts"])
 def test_what_is_broken_on_purpose_is_found(host_compiler: object, require: Callable[..., None], part: str) -> None:
     assert host_compiler
     fault, kind = FAULTS[part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import struct
 import subprocess
 import threading
@@ -17,8 +18,18 @@ from torch import Tensor
 import flexops
 from flexops import _torch, settings
 from flexops.errors import CompileError, NativeUnavailableError, ToolchainError
-from flexops.op_builder import device_code, kernel_compiler, provider
+from flexops.op_builder import (
+    cache,
+    cache_archive,
+    cache_key,
+    device_code,
+    kernel_compiler,
+    loader,
+    provider,
+)
+from flexops.op_builder.cache import BuildCache
 from flexops.op_builder.loader import FallbackWarning
+from flexops.op_builder.manifest import file_crc32
 
 SCALE = """
 template <typename T> __global__ void __launch_bounds__(256) scale(const T* x, T* out, float factor, int64_t n) {
@@ -48,6 +59,7 @@ int cuDeviceGetAttribute(int* value, int which, int device) { *value = which == 
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   ++loads;
+  if (!memcmp((const char*)code + 4, "useless", 7)) return 200;
   is_text = memcmp(code, "\x7f" "ELF", 4) != 0;
   *library = (void*)code;
   return 0;
@@ -269,6 +281,93 @@ def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> 
     driver.number("refuse").value = 201  # a thread without a context
     launched(scale)(torch.ones(3), 1.0)
     assert driver.number("contexts").value == 1
+
+
+@pytest.fixture
+def poison(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A remote cache with an entry of ``SCALE``, whole by every digest, whose code is useless."""
+    launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
+    assert driver.number("loads").value == 1
+    (entry,) = BuildCache(tmp_path / "cache").entries()
+    entry.library.write_bytes(b"\x7fELFuseless")
+    manifest = entry.manifest._replace(
+        size=11, crc32=file_crc32(entry.library), sha256=cache_key.file_digest(entry.library)
+    )
+    (entry.directory / "manifest.json").write_text(manifest.to_json())
+    store = tmp_path / "store" / manifest.name
+    store.mkdir(parents=True)
+    assert cache_archive.export(BuildCache(tmp_path / "cache"), store / f"{manifest.key}.tar.gz")
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"file://{tmp_path}/store")
+    monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_TIMEOUT", "20")
+    monkeypatch.setattr(cache, "_rejected", set())
+    settings.current.cache_clear()
+    yield store
+    if remote := loader.open_cache(settings.current()).remote:
+        remote._close("the test is over")
+
+
+def code_of(folder: Path) -> list[bytes]:
+    return [entry.library.read_bytes() for entry in BuildCache(folder).entries()]
+
+
+def test_useless_code_of_the_remote_cache_is_put_aside_and_compiled_once(
+    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stopped every reader, also when the store was gone."""
+    compiled: list[Path] = []
+    real = kernel_compiler.Worker.compile
+
+    def counted(self: Any, plan: Any, output: Path, limit: float) -> Any:
+        compiled.append(output)
+        return real(self, plan, output, limit)
+
+    monkeypatch.setattr(kernel_compiler.Worker, "compile", counted)
+    assert len(list(poison.iterdir())) == 1
+    scale = launched(flexops.kernel(SCALE, SCHEMA))
+    scale(torch.ones(3), 1.0)
+    assert driver.number("loads").value == 3, "the first, the useless one and its successor"
+    assert len(compiled) == 1
+    (code,) = code_of(tmp_path / "cache")
+    assert b"useless" not in code
+    (aside,) = (tmp_path / "cache" / ".quarantine").iterdir()
+    assert b"useless" in next(aside.glob("*.cubin")).read_bytes()
+    monkeypatch.setattr(cache, "_rejected", set())  # as in another process
+    launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
+    assert len(compiled) == 1
+    aside_now = list((tmp_path / "cache" / ".quarantine").iterdir())
+    assert aside_now == [aside], "what the store has is not fetched again"
+
+
+def test_useless_code_that_an_older_flexops_has_fetched_is_put_aside(
+    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert driver
+    (archive,) = poison.iterdir()
+    cache_archive.import_archive(BuildCache(tmp_path / "cache"), archive)
+    monkeypatch.delenv("FLEXOPS_CACHE_REMOTE")
+    settings.current.cache_clear()
+    launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
+    assert [b"useless" in code for code in code_of(tmp_path / "cache")] == [False]
+
+
+def test_where_nothing_may_be_compiled_useless_code_is_named(
+    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert driver
+    assert poison
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    settings.current.cache_clear()
+    for _ in range(2):
+        with pytest.raises(NativeUnavailableError) as caught:
+            launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
+    assert caught.value.fix
+    assert code_of(tmp_path / "cache") == []
+    assert len(list((tmp_path / "cache" / ".quarantine").iterdir())) == 1, "it is fetched once"
+    monkeypatch.setattr(cache, "_rejected", set())
+    said = r"the driver refuses it: .*error 200.*; it was put aside"
+    with pytest.raises(NativeUnavailableError, match=said):
+        launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
 
 
 def test_threads_do_not_share_a_buffer(driver: FakeDriver) -> None:

@@ -25,6 +25,7 @@ from flexops.op_builder import cache_archive, lock
 from flexops.op_builder.cache import OWNER_LOCK, BuildCache, Entry
 from flexops.op_builder.manifest import Manifest
 from flexops.op_builder.plan import BuildPlan
+from flexops.op_builder.remote import Remote
 
 LONG_AGO = time.time() - 3600
 
@@ -440,6 +441,40 @@ def test_an_archive_that_would_fill_the_disk_is_refused_early(cache: BuildCache,
 
     assert in_child(restricted)
     assert cache.entries() == []
+    assert not list((cache.root / ".tmp").iterdir())
+
+
+def slow_bomb(which: str, path: Path) -> Path:
+    """An archive within the bounds of size and ratio that takes seconds to unpack."""
+    if which == "empty parts":
+        path.write_bytes(gzip.compress(b"", mtime=0) * 1_000_000)
+        return path
+    piece = bytes(300_000)
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        stream.write(sized("a/k/lib.so", 2_000 * 304_000).tobuf(tarfile.USTAR_FORMAT))
+        for _ in range(2_000):
+            stream.write(piece + os.urandom(4_000))
+    return path
+
+
+@pytest.mark.parametrize("which", ["much content", "empty parts"])
+def test_a_load_waits_for_no_archive_longer_than_its_limit(
+    cache: BuildCache,
+    tmp_path: Path,
+    which: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a remote cache sends is unpacked for as long as its answers are waited for."""
+    archive = slow_bomb(which, tmp_path / "bomb.tar.gz")
+    sent = lambda _self, _name, file, _most: shutil.copy(archive, file) and "tag"  # noqa: E731
+    monkeypatch.setattr(Remote, "_get", sent)
+    store = Remote("file:///nowhere", limit=0.2)
+    started = time.monotonic()
+    assert store.fetch(cache, "a", "k") is None
+    assert time.monotonic() - started < 3
+    assert "takes more than 0.2 s to unpack" in caplog.text
+    assert "it is not asked any more" in caplog.text
     assert not list((cache.root / ".tmp").iterdir())
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import stat
 import subprocess
+import tarfile
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import made_up_entry, tiny_plan
+from builds import answer, made_up_entry, tiny_plan, watched_compiler
 
 from flexops import trust
 from flexops.errors import CacheError
-from flexops.op_builder import cache_archive, extension
+from flexops.op_builder import cache_archive, cache_key, compiler, extension, objects
+from flexops.op_builder.builder import obtain as build_plans
 from flexops.op_builder.cache import BuildCache, Entry, read_manifest
+from flexops.op_builder.manifest import file_crc32
 from flexops.op_builder.plan import BuildPlan
+from flexops.op_builder.remote import Remote
 
 VICTIM, ATTACKER = 4711, 4712
 
@@ -34,13 +41,13 @@ def place(require: Callable[..., None]) -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def as_user(user: int, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns (as JSON) in a process of that user."""
+def as_user(user: int, work: Callable[[], Any], group: int = 0) -> Any:
+    """What ``work`` returns (as JSON) in a process of that user, in no other group than that."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.setgroups([])
+            os.setgroups([group] if group else [])
             os.setgid(user)
             os.setuid(user)
             os.write(writer, json.dumps(work()).encode())
@@ -399,3 +406,253 @@ def test_signatures_travel_in_archives(tmp_path: Path, keys: Path) -> None:
     assert "is not signed" in str(caught.value)
     assert len(cache_archive.import_archive(there, tmp_path / "signed.tar.gz")) == 1
     assert there.lookup(plan)
+
+
+# ---- builds in a shared cache --------------------------------------------------------------------
+
+
+def team_root(place: Path, mode: int) -> Path:
+    root = place / "team"
+    root.mkdir()
+    os.chown(root, 0, 100)
+    root.chmod(mode)
+    return root
+
+
+def swap(root: Path, forged: bytes) -> int:
+    """As another member: put a forged folder in the place of each; returns of how many."""
+    os.umask(0)
+    swapped = 0
+    for private in (root / ".tmp").iterdir():
+        try:
+            private.rename(private.with_name(f"moved-{private.name}"))
+        except OSError:
+            continue
+        (private / "tiny-cpu").mkdir(parents=True)
+        (private / "tiny-cpu" / "tiny.so").write_bytes(forged)
+        (private / "tiny-cpu" / "tiny.o.d").write_text("tiny.o:\n")
+        swapped += 1
+    return swapped
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o777, 0o1777, 0o2777])
+def test_no_member_of_a_shared_cache_can_swap_what_is_built_and_signed(
+    place: Path, keys: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The private folder was below the shared root, where any member could rename it."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    root, tools = team_root(place, mode), place / "tools"
+    watched = watched_compiler(tools, shutil.which("g++") or "g++")
+    plan = tiny_plan(place / "tiny", compiler=str(watched))
+    (tools / "hang-link").touch()
+    cache = BuildCache(root, shared=True, signing_key=keys / "team")
+    said: list[Entry] = []
+    signer = threading.Thread(target=lambda: said.append(build_plans([plan], cache)[0].require()))
+    signer.start()
+    try:
+        until = time.monotonic() + 30
+        while not (tools / "waiting-link").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        swapped = as_user(ATTACKER, lambda: swap(root, b"forged"), group=100)
+    finally:
+        (tools / "hang-link").unlink()
+        signer.join()
+    assert len(said) == 1, "the build was done"
+    libraries = [path.with_name("tiny.so") for path in root.glob("*/*/manifest.json.sig")]
+    signed = [library for library in libraries if library.read_bytes() == b"forged"]
+    assert (swapped, signed) == (0, [])
+    opened = reader(root, keys, shared=True, copies=place / "copies").lookup(plan)
+    assert opened is not None
+    assert answer(opened.library) == 42
+    entry = said[0].directory
+    assert stat.S_IMODE(entry.stat().st_mode) & 0o777 == mode & 0o777, "every member may remove it"
+    assert not any(path.stat().st_mode & 0o022 for path in entry.iterdir())
+    assert mode & 0o2000 == 0 or entry.stat().st_gid == 100, "the group that the root hands down"
+
+
+def test_what_another_user_could_have_changed_is_not_signed(place: Path, keys: Path) -> None:
+    folder = place / "open" / "built"
+    folder.mkdir(parents=True)
+    (folder / "tiny.so").write_bytes(b"library")
+    folder.parent.chmod(0o777)
+    plan = tiny_plan(place / "tiny")
+    made = made_up_entry(BuildCache(place / "made"), plan)
+    with pytest.raises(CacheError, match="not signed") as caught:
+        builder(place / "cache", keys).store(folder, made.manifest)
+    assert "can be written by everybody" in caught.value.found
+
+
+def test_no_place_that_only_the_builder_can_change_is_said(
+    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "open").mkdir()
+    (place / "open").chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "open"))
+    cache = BuildCache(team_root(place, 0o777), shared=True)
+    with pytest.raises(CacheError, match="no place to build in") as caught:
+        made_up_entry(cache, plan)
+    assert caught.value.fix.startswith("export TMPDIR=")
+    made_up_entry(BuildCache(place / "own"), plan)  # builds of one's own cache are in it
+
+
+def test_a_place_of_that_name_that_another_user_made_is_not_built_in(
+    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "tmp").mkdir()
+    (place / "tmp").chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "tmp"))
+    as_user(ATTACKER, lambda: (place / "tmp" / f"flexops-builds-{VICTIM}").mkdir())
+    root = team_root(place, 0o777)
+    with pytest.raises(AssertionError, match=f"belongs to user id {ATTACKER}"):
+        as_user(VICTIM, lambda: str(made_up_entry(BuildCache(root, shared=True), plan).directory))
+
+
+def test_a_workshop_that_another_user_left_is_put_aside(place: Path, plan: BuildPlan) -> None:
+    """Made while the root was open; root, who may write anywhere, built in it."""
+    root = place / "cache"
+    (root / "theirs").mkdir(parents=True)
+    os.chown(root / "theirs", ATTACKER, ATTACKER)
+    (root / ".tmp").symlink_to("theirs")
+    (root / ".locks").mkdir()
+    os.chown(root / ".locks", ATTACKER, ATTACKER)
+    made_up_entry(BuildCache(root), plan)
+    for path in (root / ".tmp", root / ".locks"):
+        assert not path.is_symlink()
+        assert path.lstat().st_uid == 0
+
+
+def test_what_is_signed_is_not_linked_from_objects_of_another_member(
+    place: Path, keys: Path
+) -> None:
+    """Objects are kept in the shared cache: a forged one would be linked and signed."""
+    root = team_root(place, 0o777)
+    plan = tiny_plan(place / "tiny", keep_objects=True)
+    member = BuildCache(root, shared=True)
+    build_plans([plan], member)
+    (kept,) = member.candidates(objects.NAME)
+    shutil.copy(kept.library, place / "forged.o")
+    evil = tiny_plan(place / "evil", header="inline int answer_of_header() { return 666; }\n")
+    with BuildCache(place / "elsewhere").workspace() as workspace:
+        compiler.run([evil], workspace)
+        forged = (workspace / "tiny-cpu" / "tiny.o").read_bytes()
+    kept.library.write_bytes(forged)
+    manifest = kept.manifest._replace(
+        size=len(forged), crc32=file_crc32(kept.library), sha256=cache_key.file_digest(kept.library)
+    )
+    (kept.directory / "manifest.json").write_text(manifest.to_json())
+    shutil.rmtree(root / plan.name)
+    signer = BuildCache(root, shared=True, signing_key=keys / "team")
+    entry = build_plans([plan], signer)[0].require()
+    assert answer(entry.library) == 42
+    trusting = BuildCache(
+        root,
+        shared=True,
+        signing_key=keys / "team",
+        trusted_keys=keys / "allowed_signers",
+        copies=place / "copies",
+    )
+    shutil.rmtree(root / plan.name)
+    assert answer(build_plans([plan], trusting)[0].require().library) == 42
+
+
+def test_a_list_of_headers_is_not_written_through_a_link(
+    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member put a link in the place of the temporary file: what it led to was overwritten."""
+    precious = place / "precious"
+    precious.write_text("mine")
+    real = tempfile.mkstemp
+
+    def swapped(*arguments: Any, **options: Any) -> tuple[int, str]:
+        handle, name = real(*arguments, **options)
+        if ".headers.json." in name:
+            os.unlink(name)
+            os.symlink(precious, name)
+        return handle, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", swapped)
+    made_up_entry(BuildCache(team_root(place, 0o777), shared=True), plan)
+    assert precious.read_text() == "mine"
+
+
+# ---- files that no entry has ---------------------------------------------------------------------
+
+
+def with_files(archive: Path, target: Path, files: dict[str, bytes]) -> Path:
+    """An archive of one entry with more files in it."""
+    ustar = tarfile.USTAR_FORMAT
+    with tarfile.open(archive) as old, tarfile.open(target, "w:gz", format=ustar) as new:
+        for member in old.getmembers():
+            new.addfile(member, old.extractfile(member))
+        manifest = next(name for name in old.getnames() if name.endswith("/manifest.json"))
+        folder = manifest.rpartition("/")[0]
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(content)
+            new.addfile(member, io.BytesIO(content))
+    return target
+
+
+ADDED = {"train.py": b"evil", "sitecustomize.py": b"evil", "Makefile": b"evil"}
+
+
+@pytest.mark.parametrize("way", ["import", "remote", "verified copy"])
+def test_a_signed_entry_with_added_files_brings_none_of_them(
+    tmp_path: Path, keys: Path, way: str
+) -> None:
+    """The signature covers the manifest and the library, and nothing that is beside them."""
+    plan, user = tiny_plan(tmp_path / "tiny"), tmp_path / "user"
+    made = made_up_entry(builder(tmp_path / "first", keys), plan)
+    cache_archive.export(BuildCache(tmp_path / "first"), tmp_path / "signed.tar.gz")
+    unsigned = {"build.ninja": b"rule evil", "build.log": b"evil"}
+    added = {**ADDED, **unsigned}
+    archive = with_files(tmp_path / "signed.tar.gz", tmp_path / "added.tar.gz", added)
+    cache = reader(tmp_path / "there", keys)
+    if way == "import":
+        cache_archive.import_archive(cache, archive)
+    elif way == "remote":
+        store = tmp_path / "store" / plan.name
+        store.mkdir(parents=True)
+        shutil.copy(archive, store / f"{made.manifest.key}.tar.gz")
+        cache.remote = Remote(f"file://{tmp_path}/store", limit=20)
+        assert cache.fetch_key(plan.name, made.manifest.key), cache.remote.problem
+        header = cache_key.file_digest(tmp_path / "tiny" / "tiny.h")
+        cache.record_headers(made.manifest, {"<tiny>/tiny.h": header})
+    else:
+        root = tmp_path / "team"
+        shutil.copytree(tmp_path / "first", root)
+        for name, content in added.items():
+            (root / plan.name / made.manifest.key / name).write_bytes(content)
+        root.chmod(0o777)
+        cache = reader(root, keys, shared=True, copies=tmp_path / "copies")
+    entry = cache.lookup(plan)
+    assert entry is not None
+    signed = {"manifest.json", "manifest.json.sig", "tiny.so"}
+    assert {path.name for path in entry.directory.iterdir()} == signed
+    user.mkdir()
+    (user / "train.py").write_text("mine")
+    extension._installed(entry, user, shared=False)
+    assert (user / "train.py").read_text() == "mine"
+    assert {path.name for path in user.iterdir()} == {"train.py", *signed}
+
+
+def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Path) -> None:
+    entry = made_up_entry(BuildCache(tmp_path / "cache"), tiny_plan(tmp_path / "tiny"))
+    for name, content in ADDED.items():
+        (entry.directory / name).write_bytes(content)
+    (entry.directory / "build.ninja").write_text("ours")
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "train.py").write_text("mine")
+    extension._installed(entry, tmp_path / "user", shared=False)
+    assert (tmp_path / "user" / "train.py").read_text() == "mine"
+    assert (tmp_path / "user" / "build.ninja").read_text() == "ours"
+    assert not (tmp_path / "user" / "sitecustomize.py").exists()
+
+
+def test_a_library_of_another_name_is_not_what_was_planned(tmp_path: Path) -> None:
+    """An unsigned archive may call its library ``train.py``: it would be installed so."""
+    plan, cache = tiny_plan(tmp_path / "tiny"), BuildCache(tmp_path / "cache")
+    made_up_entry(cache, plan._replace(library="train.py"))
+    assert cache.lookup(plan._replace(library="train.py"))
+    assert cache.lookup(plan) is None
