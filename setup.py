@@ -7,18 +7,20 @@ Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
 
-from flexops import settings  # noqa: E402
+from flexops import settings, toolchain  # noqa: E402
 from flexops.builder.packaging import PlatformWheel  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.op_builder import aot, catalog  # noqa: E402
@@ -38,6 +40,21 @@ def extensions() -> list[Extension]:
     names = settings.current().aot or (("all",) if settings.current().wheel else ())
     specs = catalog.select(names) if names else ()
     return [Extension(f"flexops._aot.{spec.name}", [f"csrc/{source}" for source in (spec.binding, *spec.cpu_sources, *spec.cuda_sources)]) for spec in specs]
+
+
+class Package(Distribution):
+    """Requires the torch that the compiled libraries inside are for, not pyproject.toml's least."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
+        if not extensions():
+            return
+        torch = zig.TORCH if settings.current().wheel else toolchain.torch_build()
+        if torch:
+            package: Any = self  # setuptools does not declare these
+            others = [one for one in package.install_requires if not re.match(r"torch\b", one)]
+            requires = [torch.requirement, *others]
+            package.install_requires = package.metadata.install_requires = requires
 
 
 class BuildOps(build_ext):
@@ -65,5 +82,6 @@ setup(
     package_data=DATA | {name: ["*"] for name in source_packages()},
     ext_modules=extensions(),
     setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],  # pip and build install them into the build's environment
+    distclass=Package,
     cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},
 )
