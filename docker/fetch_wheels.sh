@@ -67,8 +67,9 @@ if [ -n "${EXTRA_INDEX:-}" ]; then
     echo "  fix: --network host, --ca-bundle FILE; or --index-url with a mirror of it" >&2
     exit 1
   elif [ -z "${ACCEPT_TORCH:-}" ]; then
-    echo "flexops: $EXTRA_INDEX does not answer, and the default index's torch may be for CUDA, with 5 GB" >&2
-    echo "  fix: --network host, --ca-bundle FILE; --index-url with a mirror of it; or --accept-other-torch" >&2
+    echo "flexops: $EXTRA_INDEX does not answer, and the default index's torch may be for CUDA" >&2
+    echo "  fix: --network host, --ca-bundle FILE; --index-url with a mirror of it;" \
+      "or --accept-other-torch (5 GB)" >&2
     exit 1
   else
     echo "note: going on with the default index, whose torch is larger" >&2

@@ -30,7 +30,7 @@ TagOption = Annotated[str | None, typer.Option(help="Name of the image, or a rep
 Network = Annotated[str, typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ...")]
 _INTERRUPTED = 130
 _INDEX = "Package index to download from; not kept. With user:password it takes BuildKit."
-_ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where the index of its own is silent."
+_ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where its own index is silent."
 
 
 @app.command()

@@ -284,7 +284,13 @@ def torch_wheel(folder: Path, cuda: str | None, hip: str | None = None) -> None:
     ],
 )
 def test_a_row_gets_its_torch_or_the_build_fails(
-    tmp_path: Path, cuda: str | None, hip: str | None, wanted: str, accept: str, code: int, said: str
+    tmp_path: Path,
+    cuda: str | None,
+    hip: str | None,
+    wanted: str,
+    accept: str,
+    code: int,
+    said: str,
 ) -> None:
     torch_wheel(tmp_path / "wheels", cuda, hip)
     script = [sys.executable, str(ROOT / "docker/check_torch.py"), str(tmp_path / "wheels")]
@@ -316,7 +322,7 @@ def test_each_row_says_what_its_torch_is_built_for(row: targets.Target) -> None:
     ids=["silent", "required", "accepted", "mirror"],
 )
 def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
-    tmp_path: Path, variables: dict[str, str], code: int, said: str
+    variables: dict[str, str], code: int, said: str
 ) -> None:
     """The part of the script that decides, with the index's address of a closed port."""
     script = (ROOT / "docker/fetch_wheels.sh").read_text()
