@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tarfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -249,6 +250,15 @@ def test_readme_s_blocks_run_in_order(tmp_path: Path, require: Callable[..., Non
     calls = user.calls.read_text()
     assert f"conda-build {user.clone}/recipe" in calls
     assert "docker run" in calls
+    (made,) = (user.clone / "dist").glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        names = {one.partition(".dist-info/")[2]: one for one in archive.namelist()}
+        listed = json.loads(archive.read(names["sboms/flexops.cdx.json"]))
+        notices = archive.read(names["licenses/THIRD_PARTY_NOTICES.txt"]).decode()
+        metadata = archive.read(names["METADATA"]).decode()
+    assert {one["name"] for one in listed["components"]} == {"zig", "libc++"}
+    assert "Zig contributors" in notices
+    assert "Requires-Dist: torch>=2.11" in metadata
     found = user.run("cd / && python -c 'import flexops; print(flexops.__file__)'").stdout
     assert found.startswith(str(user.environment)), (
         "the flexops that ran was the wheel's, not the clone's"
