@@ -7,6 +7,7 @@
 variable "REPOSITORY" { default = "flexops" }
 variable "STAGE" { default = "runtime" }
 variable "INDEX_URL" { default = "" }
+variable "ACCEPT_TORCH" { default = "" }
 variable "JOBS" { default = "" }
 variable "VERSION" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
@@ -17,12 +18,13 @@ target "_common" {
   context = "."
   target  = STAGE
   args = {
-    INDEX_URL = INDEX_URL
-    JOBS      = JOBS
-    VERSION   = VERSION
-    REVISION  = REVISION
-    SOURCE    = SOURCE
-    CREATED   = CREATED
+    INDEX_URL    = INDEX_URL
+    ACCEPT_TORCH = ACCEPT_TORCH
+    JOBS         = JOBS
+    VERSION      = VERSION
+    REVISION     = REVISION
+    SOURCE       = SOURCE
+    CREATED      = CREATED
   }
 }
 
@@ -49,6 +51,7 @@ target "cpu" {
     TOOLKIT_NAME         = "cpu"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/cpu"
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cpu"
     ARCH_LIST            = ""
     TARGET               = "cpu"
     LEAST_DRIVER         = ""
@@ -66,6 +69,7 @@ target "cu121-sm80" {
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.1"
     ARCH_LIST            = "8.0"
     TARGET               = "cu121-sm80"
     LEAST_DRIVER         = "525"
@@ -83,6 +87,7 @@ target "cu121-sm89" {
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.1"
     ARCH_LIST            = "8.9"
     TARGET               = "cu121-sm89"
     LEAST_DRIVER         = "525"
@@ -100,6 +105,7 @@ target "cu121-sm90" {
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.1"
     ARCH_LIST            = "9.0"
     TARGET               = "cu121-sm90"
     LEAST_DRIVER         = "525"
@@ -117,6 +123,7 @@ target "cu126-sm80" {
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.6"
     ARCH_LIST            = "8.0"
     TARGET               = "cu126-sm80"
     LEAST_DRIVER         = "525"
@@ -134,6 +141,7 @@ target "cu126-sm89" {
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.6"
     ARCH_LIST            = "8.9"
     TARGET               = "cu126-sm89"
     LEAST_DRIVER         = "525"
@@ -151,6 +159,7 @@ target "cu126-sm90" {
     TOOLKIT_NAME         = "cu126"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.6"
     ARCH_LIST            = "9.0"
     TARGET               = "cu126-sm90"
     LEAST_DRIVER         = "525"
@@ -168,6 +177,7 @@ target "cu128-sm75" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "7.5"
     TARGET               = "cu128-sm75"
     LEAST_DRIVER         = "525"
@@ -185,6 +195,7 @@ target "cu128-sm80" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "8.0"
     TARGET               = "cu128-sm80"
     LEAST_DRIVER         = "525"
@@ -202,6 +213,7 @@ target "cu128-sm89" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "8.9"
     TARGET               = "cu128-sm89"
     LEAST_DRIVER         = "525"
@@ -219,6 +231,7 @@ target "cu128-sm90" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "9.0"
     TARGET               = "cu128-sm90"
     LEAST_DRIVER         = "525"
@@ -236,6 +249,7 @@ target "cu128-sm100" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "10.0"
     TARGET               = "cu128-sm100"
     LEAST_DRIVER         = "525"
@@ -253,6 +267,7 @@ target "cu128-sm120" {
     TOOLKIT_NAME         = "cu128"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.8"
     ARCH_LIST            = "12.0"
     TARGET               = "cu128-sm120"
     LEAST_DRIVER         = "525"
@@ -270,6 +285,7 @@ target "cu130-sm75" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "7.5"
     TARGET               = "cu130-sm75"
     LEAST_DRIVER         = "580"
@@ -287,6 +303,7 @@ target "cu130-sm80" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "8.0"
     TARGET               = "cu130-sm80"
     LEAST_DRIVER         = "580"
@@ -304,6 +321,7 @@ target "cu130-sm89" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "8.9"
     TARGET               = "cu130-sm89"
     LEAST_DRIVER         = "580"
@@ -321,6 +339,7 @@ target "cu130-sm90" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "9.0"
     TARGET               = "cu130-sm90"
     LEAST_DRIVER         = "580"
@@ -338,6 +357,7 @@ target "cu130-sm100" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "10.0"
     TARGET               = "cu130-sm100"
     LEAST_DRIVER         = "580"
@@ -355,6 +375,7 @@ target "cu130-sm120" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "12.0"
     TARGET               = "cu130-sm120"
     LEAST_DRIVER         = "580"
@@ -372,6 +393,7 @@ target "cu132-sm80" {
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.2"
     ARCH_LIST            = "8.0"
     TARGET               = "cu132-sm80"
     LEAST_DRIVER         = "580"
@@ -389,6 +411,7 @@ target "cu132-sm89" {
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.2"
     ARCH_LIST            = "8.9"
     TARGET               = "cu132-sm89"
     LEAST_DRIVER         = "580"
@@ -406,6 +429,7 @@ target "cu132-sm90" {
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.2"
     ARCH_LIST            = "9.0"
     TARGET               = "cu132-sm90"
     LEAST_DRIVER         = "580"
@@ -423,6 +447,7 @@ target "cu132-sm100" {
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.2"
     ARCH_LIST            = "10.0"
     TARGET               = "cu132-sm100"
     LEAST_DRIVER         = "580"
@@ -440,6 +465,7 @@ target "cu132-sm120" {
     TOOLKIT_NAME         = "cu132"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.2"
     ARCH_LIST            = "12.0"
     TARGET               = "cu132-sm120"
     LEAST_DRIVER         = "580"
@@ -457,6 +483,7 @@ target "rocm72-gfx90a" {
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
+    TORCH_FOR            = "rocm7.2"
     ARCH_LIST            = "gfx90a"
     TARGET               = "rocm72-gfx90a"
     LEAST_DRIVER         = "30.10"
@@ -474,6 +501,7 @@ target "rocm72-gfx942" {
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
+    TORCH_FOR            = "rocm7.2"
     ARCH_LIST            = "gfx942"
     TARGET               = "rocm72-gfx942"
     LEAST_DRIVER         = "30.10"

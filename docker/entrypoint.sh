@@ -18,6 +18,31 @@ if [ -z "${TMPDIR:-}" ] && [ ! -w /tmp ] && [ -n "${XDG_CACHE_HOME:-}" ]; then
   mkdir -p "$TMPDIR"
 fi
 
+# Doctor writes temporary files. Other commands may do without.
+if [ -z "${TMPDIR:-}" ] && [ ! -w /tmp ]; then
+  case "${1:-} ${2:-}" in
+    'doctor '* | 'flexops doctor')
+      echo "flexops: no directory of this container is writable" >&2
+      echo "  found: /cache, $HOME/.cache and /tmp are read-only" >&2
+      echo "  required: a writable /cache" >&2
+      echo "  fix: docker run --read-only --tmpfs /cache:exec,mode=1777 ...   # or -v flexops-cache:/cache" >&2
+      exit 1
+      ;;
+  esac
+fi
+
+# A directory of the host belongs to its user there, who is rarely this container's.
+if [ ! -w . ]; then
+  while read -r _ _ _ _ place options _; do
+    case "$place $options" in
+      "$PWD rw"*)
+        echo "flexops: $PWD belongs to user $(stat -c %u:%g "$PWD"), and this container runs as $(id -u):$(id -g): it cannot write there" >&2
+        echo "  fix: docker run --user \"\$(id -u):\$(id -g)\" ...   # flexops image run does it" >&2
+        ;;
+    esac
+  done </proc/self/mountinfo
+fi
+
 if [ "${1:-}" = doctor ]; then # it judges the driver itself, with everything else
   shift
   set -- flexops doctor --target "$FLEXOPS_IMAGE_TARGET" "$@"

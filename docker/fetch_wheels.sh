@@ -4,8 +4,10 @@
 # The committed lock (envs/requirements/<toolkit>.lock) decides where there is one: nothing else is accepted. Otherwise the pins in <toolkit>.in are
 # resolved here, and what came is locked, so that at least every later stage, and who audits the image, has the same files.
 #   INDEX_URL    instead of the default package index
-#   FTP_PROXY    user:password for it, which must not be kept: see the Dockerfile's head
 #   EXTRA_INDEX  another index that has better wheels for this row; EXTRA_INDEX_REQUIRED=1 if only it has them
+#   TORCH_FOR    what the row's torch is built for: cpu, cuda13.0, rocm7.2
+#   ACCEPT_TORCH if not empty, a row for the CPU takes a torch that is built for a GPU
+# /run/secrets/index_credentials, if there is such a file, is user:password for INDEX_URL.
 set -eu
 
 wheelhouse=/opt/wheelhouse
@@ -21,9 +23,10 @@ if ls /opt/docker/ca-certificates/*.crt >/dev/null 2>&1; then
   export PIP_CERT="$certificates" SSL_CERT_FILE="$certificates"
 fi
 if [ -n "${INDEX_URL:-}" ]; then
-  export PIP_INDEX_URL="${INDEX_URL%%://*}://${FTP_PROXY:+$FTP_PROXY@}${INDEX_URL#*://}"
+  secret=/run/secrets/index_credentials
+  credentials=$([ ! -r "$secret" ] || cat "$secret")
+  export PIP_INDEX_URL="${INDEX_URL%%://*}://${credentials:+$credentials@}${INDEX_URL#*://}"
 fi
-unset FTP_PROXY
 
 # The part of a requirements file before or after its line "# build".
 runtime_part() { sed '/^# build$/,$d' "$1"; }
@@ -40,6 +43,7 @@ build_part "$wishes" >"$wheelhouse/build.txt"
 if [ -n "$lock" ]; then
   runtime_part "$lock" >"$wheelhouse/runtime.lock"
   $download --dest "$wheelhouse" --require-hashes --requirement "$lock"
+  /opt/flexops/bin/python /opt/docker/check_torch.py "$wheelhouse" "$TORCH_FOR"
   exit 0
 fi
 
@@ -56,10 +60,17 @@ extra=""
 if [ -n "${EXTRA_INDEX:-}" ]; then
   if answers "$EXTRA_INDEX"; then
     extra="--extra-index-url $EXTRA_INDEX"
+  elif [ -n "${INDEX_URL:-}" ]; then
+    echo "note: going on with $INDEX_URL alone, whose torch is checked" >&2
   elif [ -n "${EXTRA_INDEX_REQUIRED:-}" ]; then
     echo "flexops: $EXTRA_INDEX does not answer, and only it has torch for this row" >&2
     echo "  fix: --network host, --ca-bundle FILE; or --index-url with a mirror of it" >&2
-    [ -n "${INDEX_URL:-}" ] || exit 1
+    exit 1
+  elif [ -z "${ACCEPT_TORCH:-}" ]; then
+    echo "flexops: $EXTRA_INDEX does not answer, and the default index's torch may be for CUDA" >&2
+    echo "  fix: --network host, --ca-bundle FILE; --index-url with a mirror of it;" \
+      "or --accept-other-torch (5 GB)" >&2
+    exit 1
   else
     echo "note: going on with the default index, whose torch is larger" >&2
   fi
@@ -67,6 +78,7 @@ fi
 runtime_part "$wishes" >/tmp/runtime.txt
 # shellcheck disable=SC2086  # options are words
 $download --dest "$wheelhouse" $extra --requirement /tmp/runtime.txt
+/opt/flexops/bin/python /opt/docker/check_torch.py "$wheelhouse" "$TORCH_FOR" "${ACCEPT_TORCH:-}"
 /opt/flexops/bin/python /opt/docker/lock_wheels.py "$wheelhouse" >"$wheelhouse/runtime.lock"
 sed 's/ --hash=.*//' "$wheelhouse/runtime.lock" >/tmp/constraints.txt
 # shellcheck disable=SC2086

@@ -22,6 +22,7 @@ for machine in "${machines[@]}"; do
   work=$(mktemp -d)
   # setuptools keeps what an earlier build put into build/: nothing of another machine's may get into this wheel.
   cp -R "$root/flexops" "$root/csrc" "$root/setup.py" "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$work"
+  cp "$root/THIRD_PARTY_NOTICES.txt" "$work"
   rm -rf "$work/flexops/_aot"
   FLEXOPS_WHEEL=$machine "$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$work" || { rm -rf "$work" && exit 1; }
   rm -rf "$work"

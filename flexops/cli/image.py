@@ -29,6 +29,8 @@ StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, 
 TagOption = Annotated[str | None, typer.Option(help="Name of the image, or a repository that the usual tag is added to. Default: flexops:ID.")]
 Network = Annotated[str, typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ...")]
 _INTERRUPTED = 130
+_INDEX = "Package index to download from; not kept. With user:password it takes BuildKit."
+_ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where its own index is silent."
 
 
 @app.command()
@@ -38,7 +40,8 @@ def build(
     tag: TagOption = None,
     build_base: Annotated[str, typer.Option(metavar="REF", help="Base of the build stages instead of the row's: a mirror's, or a local image.")] = "",
     runtime_base: Annotated[str, typer.Option(metavar="REF", help="Base of the image itself instead of the row's.")] = "",
-    index_url: Annotated[str, typer.Option(metavar="URL", help="Package index to download from; not kept in the image.")] = "",
+    index_url: Annotated[str, typer.Option(metavar="URL", help=_INDEX)] = "",
+    accept_other_torch: Annotated[bool, typer.Option("--accept-other-torch", help=_ACCEPT)] = False,
     ca_bundle: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificates (PEM) to trust while downloading; not kept.")] = None,
     network: Network = "",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Build every step anew.")] = False,
@@ -49,9 +52,11 @@ def build(
     """Build images, from this checkout: toolkit, torch and operators that match, checked."""
     rows = naming.select(targets.load(), ids)
     root, kind = rendering.checkout(), naming.stage(stage)
+    options = (build_base, runtime_base, index_url, ca_bundle, network, no_cache, jobs)
+    names = [naming.reference(row.id, kind, tag, several=len(rows) > 1) for row in rows]
     wishes = [
-        Wish(row, kind, naming.reference(row.id, kind, tag, several=len(rows) > 1), build_base, runtime_base, index_url, ca_bundle, network, no_cache, jobs)
-        for row in rows
+        Wish(row, kind, name, *options, accept_torch=accept_other_torch)
+        for row, name in zip(rows, names, strict=True)
     ]
     client = connect()
     results: list[dict[str, Any]] = []

@@ -96,6 +96,13 @@ def prove(
         with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
             measured, changes = proving.prove(nvidia, op or (), known, chosen, quick=quick, progress=report)
     failed = [one for one in amd if one.error]
+    if not measured and not amd:
+        raise TargetError(
+            "no kernel was compiled, so nothing is proven",
+            found=" ".join(f"--op {one}" for one in op or ()),
+            required="families with kernels for these architectures",
+            fix="flexops target prove --help",
+        )
     if update:
         _keep(root, known, measured, [] if op or failed else amd, whole=not op)
     if as_json:

@@ -19,7 +19,7 @@ from .. import __version__
 from ..errors import ImageError
 from ..targets import Target
 from ..targets.image_files import BASES, build_args, dockerfile_path
-from . import context, dockerfile, naming
+from . import buildkit, context, dockerfile, naming
 from .engine import engine_root
 from .facts import ImageFacts
 from .failure import Step, explain
@@ -53,14 +53,23 @@ class Wish:
     network: str = ""
     no_cache: bool = False
     jobs: int | None = None
+    accept_torch: bool = False
+
+    @property
+    def credentials(self) -> str:
+        """``user:password`` of the index, which are no build argument; empty for none."""
+        return without_credentials(self.index_url)[1]
 
     def args(self, origin: Mapping[str, str], seed: str = "") -> dict[str, str]:
         """Every build argument: the row's, overruled by the wishes. ``seed``: an image with libraries of an earlier build."""
-        index, credentials = without_credentials(self.index_url)
         wishes = {
-            "BUILD_BASE": self.build_base, "RUNTIME_BASE": self.runtime_base, "INDEX_URL": index, "FTP_PROXY": credentials, "JOBS": str(self.jobs or ""),
+            "BUILD_BASE": self.build_base,
+            "RUNTIME_BASE": self.runtime_base,
+            "INDEX_URL": without_credentials(self.index_url)[0],
+            "ACCEPT_TORCH": "1" if self.accept_torch else "",
+            "JOBS": str(self.jobs or ""),
             "SEED": seed,
-        }  # fmt: skip
+        }
         return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **origin}
 
 
@@ -111,7 +120,10 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     log = log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
     text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
-    progress, args = _Progress(), wish.args(origin(root), _seed(client, wish))
+    args = wish.args(origin(root), _seed(client, wish))
+    if wish.credentials:
+        return _with_secret(client, wish, root, text, args, log, report)
+    progress, text = _Progress(), dockerfile.without_secrets(text)
     with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
         context.pack(root, text, wish.ca_bundle, packed)
         packed.seek(0)
@@ -122,10 +134,52 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     if progress.error or not progress.image:
         message = progress.error or "the engine ended the build without an image"
         raise explain(wish.target.id, progress.failed_step(args), message, free_bytes=_free_bytes(client), log=log)
-    image = client.images.get(_labelled(client, wish, progress.image, args))
-    image.tag(*split(wish.reference))
     steps = progress.step.total if progress.step else 0
-    return Built(wish.target.id, wish.reference, str(image.id), round(time.monotonic() - started, 1), image.attrs["Size"], steps, progress.cached, log)
+    return _tagged(client, wish, progress.image, args, log, started, (steps, progress.cached))
+
+
+def _with_secret(
+    client: DockerClient,
+    wish: Wish,
+    root: Path,
+    text: str,
+    args: dict[str, str],
+    log: Path,
+    report: Report | None,
+) -> Built:
+    """``build`` by BuildKit, whose secrets reach one step and are kept nowhere."""
+    started, kernels = time.monotonic(), naming.kernels(wish.target.id)
+    job = buildkit.Job(
+        args, wish.credentials, network=wish.network, no_cache=wish.no_cache, target=wish.stage
+    )
+    with tempfile.TemporaryFile() as packed:
+        context.pack(root, text + buildkit.KEPT, wish.ca_bundle, packed)
+        with log.open("w", encoding="utf-8") as kept:
+            done = buildkit.build(job, packed, kept, report)
+            if done.failed:
+                free = _free_bytes(client)
+                raise explain(wish.target.id, done.step, done.error, free_bytes=free, log=log)
+            if done.ran(_COMPILES):
+                again = replace(job, target=buildkit.KEPT_STAGE, tag=kernels, no_cache=False)
+                buildkit.build(again, packed, kept, None)
+    counts = (done.steps, done.cached)
+    return _tagged(client, wish, done.image, args, log, started, counts)
+
+
+def _tagged(
+    client: DockerClient,
+    wish: Wish,
+    image_id: str,
+    args: Mapping[str, str],
+    log: Path,
+    started: float,
+    counts: tuple[int, int],
+) -> Built:
+    """Label and tag a finished image. ``counts``: its steps, and those that were cached."""
+    image = client.images.get(_labelled(client, wish, image_id, args))
+    image.tag(*split(wish.reference))
+    seconds, size = round(time.monotonic() - started, 1), image.attrs["Size"]
+    return Built(wish.target.id, wish.reference, str(image.id), seconds, size, *counts, log)
 
 
 def _seed(client: DockerClient, wish: Wish) -> str:

@@ -13,6 +13,7 @@ from ..errors import ImageError
 
 _FROM = re.compile(r"^FROM\s+(\S+)\s+AS\s+(\S+)\s*$", re.MULTILINE)
 _COPY_FROM = re.compile(r"^COPY\s+--from=(\S+)", re.MULTILINE)
+_SECRET = re.compile(r"(?<=^RUN )--mount=type=secret,\S+ ", re.MULTILINE)
 _ARG = re.compile(r"^ARG\s+(\w+)=(\S+)\s*$", re.MULTILINE)
 
 
@@ -37,6 +38,11 @@ def stages(text: str) -> tuple[str, tuple[Stage, ...]]:
 def _stage(match: re.Match[str], text: str, defaults: dict[str, str]) -> Stage:
     base = re.sub(r"^\$\{(\w+)\}$", lambda name: defaults.get(name[1], name[0]), match[1])
     return Stage(match[2], text, frozenset({base, *_COPY_FROM.findall(text)}))
+
+
+def without_secrets(text: str) -> str:
+    """The Dockerfile for the classic builder, which rejects ``RUN --mount``."""
+    return _SECRET.sub("", text)
 
 
 def only(text: str, wanted: str) -> str:

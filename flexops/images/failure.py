@@ -60,7 +60,7 @@ _STEP_RULES = (
         r"No matching distribution found|Could not find a version", "the package index lacks a package for this Python", "the versions that the row pins",
         "--index-url URL of one that has it; with a base of your own, one whose Python is the row's",
     ),
-    _Rule(r"returned a non-zero code: 137", "the step was killed, as a rule for want of memory", "more memory for the engine", "--jobs 1"),
+    _Rule(r"returned a non-zero code: 137|exit code: 137", "the step was killed, as a rule for want of memory", "more memory for the engine", "--jobs 1"),
 )  # fmt: skip
 _RESULT = re.compile(r"returned a non-zero code: (\d+)")
 

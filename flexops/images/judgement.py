@@ -50,10 +50,27 @@ def _packages(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]
         yield ok(f"image-{name}", found) if fits else fail(f"image-{name}", found, wanted, rebuild)
     built_for = {"cuda": facts.torch_cuda, "rocm": facts.torch_hip}.get(row.accelerator, "")
     if row.accelerator == "cpu":
+        yield _cpu_torch(facts, rebuild)
         return
     fits = built_for.split(".")[:2] == row.toolkit.split(".")[:2]
     what = f"torch for {row.accelerator.upper()} {built_for or 'nothing'}"
     yield ok("image-torch-build", what) if fits else fail("image-torch-build", what, f"{row.accelerator.upper()} {row.toolkit_minor}", rebuild)
+
+
+def _cpu_torch(facts: ImageFacts, rebuild: str) -> Finding:
+    """A torch for a GPU runs on the CPU, too: the build took it with ``--accept-other-torch``."""
+    found = _torch_build(facts)
+    if found == "cpu":
+        return ok("image-torch-build", "torch for the CPU")
+    fix = f"{rebuild}   # where the row's own index answers, without --accept-other-torch"
+    return warn("image-torch-build", f"torch for {found}", "torch for the CPU", fix)
+
+
+def _torch_build(facts: ImageFacts) -> str:
+    """What torch is built for: ``cpu``, ``cuda13.0`` or ``rocm7.2.4``."""
+    if facts.torch_hip:
+        return f"rocm{facts.torch_hip}"
+    return f"cuda{facts.torch_cuda}" if facts.torch_cuda else "cpu"
 
 
 def _libraries(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]:
@@ -111,6 +128,7 @@ def contents_labels(facts: ImageFacts) -> dict[str, str]:
     there = {
         "python": facts.python,
         "torch": facts.packages.get("torch", ""),
+        "torch-build": _torch_build(facts),
         "ninja": facts.packages.get("ninja", ""),
         "toolkit": " ".join(sorted({library.cuda_version for library in facts.libraries if library.cuda_version})),
         "arch-list": ";".join(dict.fromkeys(one for library in facts.libraries for one in library.architectures)),

@@ -20,6 +20,8 @@ from .measuring import Measured, Progress, measure
 
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0")
 QUICK = ("9.0",)
+_USUAL = "cu130-sm90"
+"""The row whose NVRTC is proposed where there is none."""
 _RULE = "| --- | --- | --- | --- | --- | --- | --- |"
 
 
@@ -27,25 +29,54 @@ def places(ids: Sequence[str], chosen: Settings, *, quick: bool = False) -> Iter
     """Each NVRTC that is here with the architectures to compile for: those of the rows that are named, or ``ARCHITECTURES``.
 
     Raises:
-        TargetError: a row is named whose NVRTC is not here.
+        TargetError: a row is named whose NVRTC is not here, or there is none at all.
     """
     here: dict[str, DeviceCompiler] = {}
     for one in nvrtc.find(discovery.search_context(chosen)).usable:
         here.setdefault(one.value.version.major_minor, one.value)
     if not ids:
+        if not here:
+            version = targets.load().find(_USUAL).toolkit_minor
+            raise TargetError(
+                "no kernels can be compiled here",
+                found="no NVRTC",
+                required="an NVRTC of any version",
+                fix=install_nvrtc(version, ""),
+            )
         for version in sorted(here, reverse=True):
             yield here[version], list(QUICK if quick else ARCHITECTURES)
         return
     wanted: dict[str, list[str]] = defaultdict(list)
     for name in ids:
         row = targets.load().find(name)
-        version = row.toolkit.rpartition(".")[0] if row.accelerator == "cuda" else ""
+        if row.accelerator != "cuda":
+            what = f"{name} has no kernels to compile"
+            raise TargetError(what, required="a row for GPUs", fix="flexops target list")
+        version = row.toolkit_minor
         if version not in here:
-            found = f"NVRTC {', '.join(sorted(here)) or 'of no version'}"
-            raise TargetError(f"the kernels of {name} cannot be compiled here", found=found, required=f"NVRTC {version}", fix=f"flexops target show {name}")
+            raise TargetError(
+                f"the kernels of {name} cannot be compiled here",
+                found=f"NVRTC {', '.join(sorted(here))}" if here else "no NVRTC",
+                required=f"NVRTC {version}", fix=install_nvrtc(version, name),
+            )  # fmt: skip
         wanted[version] += [one for one in row.capabilities if one not in wanted[version]]
     for version, architectures in wanted.items():
         yield here[version], architectures
+
+
+def install_nvrtc(version: str, target_id: str) -> str:
+    """The command that installs the package index's NVRTC ``version``, and proves a row with it.
+
+    It goes into a folder of its own: wheels of one CUDA major share their files, so that another
+    one beside torch would replace torch's.
+    """
+    major = version.partition(".")[0]
+    old = int(major) < 13  # from CUDA 13 on, the names have no suffix and the files one folder
+    wheel = f"nvidia-cuda-nvrtc{f'-cu{major}' if old else ''}=={version}.*"
+    place = f".flexops/nvrtc-{version}"
+    home = f"$PWD/{place}/nvidia/{'cuda_nvrtc' if old else f'cu{major}'}"
+    install = f"pip install --no-deps --target {place} '{wheel}'"
+    return f"{install} && CUDA_HOME={home} flexops target prove {target_id}".rstrip()
 
 
 def prove(

@@ -119,7 +119,12 @@ def _reference(image: str, digest: str) -> str:
 
 def _wheelhouse_args(target: Target) -> dict[str, str]:
     """The same for every row of a toolkit, so that these rows share the stages with the downloads and torch."""
-    return {"TOOLKIT_NAME": target.toolkit_name, "EXTRA_INDEX": target.index, "EXTRA_INDEX_REQUIRED": "1" if target.index_required else ""}
+    return {
+        "TOOLKIT_NAME": target.toolkit_name,
+        "EXTRA_INDEX": target.index,
+        "EXTRA_INDEX_REQUIRED": "1" if target.index_required else "",
+        "TORCH_FOR": f"{target.accelerator}{target.toolkit_minor}",
+    }
 
 
 def _pin_args(target: Target) -> dict[str, str]:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from .. import _toml
 from ..errors import TargetError
+from .checkout import checkout
 from .model import Matrix, Target
 
 BUILD_MARK = "# build"
 _FOLDER = "envs/requirements"
 _BESIDE_TORCH = ("numpy",)
 """No requirement of torch's wheel, but without it torch warns at every start."""
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def input_path(target: Target) -> str:
@@ -63,7 +63,7 @@ def input_text(target: Target, header: str) -> str:
 
 def _package_requirements() -> tuple[list[str], list[str]]:
     """What flexops needs to run and to be built, as its pyproject.toml says."""
-    document = _toml.load(_ROOT / "pyproject.toml")
+    document = _toml.load(checkout() / "pyproject.toml")
     return document["project"]["dependencies"], document["build-system"]["requires"]
 
 

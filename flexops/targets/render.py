@@ -10,6 +10,7 @@ from string import Template
 
 from ..errors import TargetError
 from . import conda, container_files, image_files, locks, proven
+from .checkout import checkout as checkout
 from .model import Matrix, Target
 from .validate import LEAST_PYTHON
 
@@ -44,14 +45,6 @@ class Differences:
         """One line a file, for people."""
         kinds = (("missing", self.missing), ("differs", self.differing), ("stray", self.stray))
         return [f"{kind:<8} {path}" for kind, paths in kinds for path in paths]
-
-
-def checkout() -> Path:
-    """Root of the checkout that this package is part of; raises ``TargetError`` for an installed package, which has nothing to render."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "pyproject.toml").is_file() or not (root / "csrc").is_dir():
-        raise TargetError("this is an installed flexops, not a checkout", found=str(root), required="a checkout of flexops", fix="run it in a clone")
-    return root
 
 
 def files(matrix: Matrix) -> dict[str, str]:

@@ -60,6 +60,11 @@ class TorchBuild(NamedTuple):
         return f"torch-{self.release.major_minor}-cxx11abi{int(self.cxx11_abi)}-{accelerator}"
 
     @property
+    def requirement(self) -> str:
+        """What pip is to install for libraries built against this torch: ``abi_id`` as a pin."""
+        return "torch>=2.11" if self.stable_abi else f"torch=={self.release.major_minor}.*"
+
+    @property
     def include_dirs(self) -> tuple[Path, ...]:
         base = self.root / "include"
         return (base, base / "torch" / "csrc" / "api" / "include")

@@ -15,7 +15,15 @@ from .model import HostCompiler, Toolchain, TorchBuild
 
 REQUIREMENT = "ziglang==0.17.1"
 GLIBC = "2.28"
-_STABLE = TorchBuild(version="2.11.0", cuda=None, hip=None, git_version="", cxx11_abi=True, root=Path("/nonexistent/torch"))
+TORCH = TorchBuild(
+    version="2.11.0",
+    cuda=None,
+    hip=None,
+    git_version="",
+    cxx11_abi=True,
+    root=Path("/nonexistent/torch"),
+)
+"""The oldest torch that the wheel's libraries run with; none is installed."""
 
 
 def platform_tag(machine: str) -> str:
@@ -38,4 +46,4 @@ def toolchain_for(chosen: Settings) -> Toolchain:
     version, identity = probe.read_plain(f"zig {probe.output(str(path), 'version')}", "zig")
     target = f"{chosen.wheel}-linux-gnu.{GLIBC}"
     host = HostCompiler(path, version, f"{identity} {target}", "zig", target)
-    return discovery.discover(chosen, device="cpu")._replace(torch=_STABLE, host=host, launcher=None, machine=chosen.wheel)
+    return discovery.discover(chosen, device="cpu")._replace(torch=TORCH, host=host, launcher=None, machine=chosen.wheel)

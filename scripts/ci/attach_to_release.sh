@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# attach_to_release.sh DIR: attaches every conda package below DIR to the release of the tag in GITHUB_REF, and makes a draft of it, with the changelog's
-# section as its text, if there is none. Both processors have packages of one name, so a file is called <platform>--<package>.
+# attach_to_release.sh DIR: attaches every conda package below DIR to the release of the tag in
+# GITHUB_REF, which it makes, with the changelog's section as its text, if there is none; publishes
+# it, and starts the workflow that puts its packages into the channel. Both processors have packages
+# of one name, so a file is called <platform>--<package>.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -16,3 +18,6 @@ find "$directory" -name '*.conda' | sort | while read -r package; do
   mv "$package" "$named"
   gh release upload "$tag" "$named" --clobber
 done
+# The channel is made of published releases: nobody can reach a draft's files.
+gh release edit "$tag" --draft=false
+gh workflow run docs.yml --ref main

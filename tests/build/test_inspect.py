@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flexops import settings, targets
 from flexops.cli._app import app
-from flexops.inspection import mix
+from flexops.errors import TargetError
+from flexops.inspection import baseline, mix, proving
 from flexops.op_builder import catalog, layout
 from flexops.op_builder.schema import declare
 from flexops.op_builder.spec import OpSpec, Project
+from flexops.targets import proven
+from flexops.toolchain import nvrtc
+from flexops.toolchain.context import Search
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -137,3 +142,39 @@ def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_refused(require
     assert places == {("NVRTC 12.1", "8.9"), ("NVRTC 13.0", "9.0")}
     done = CliRunner().invoke(app, ["target", "prove", "cu128-sm90"])
     assert "the kernels of cu128-sm90 cannot be compiled here" in str(done.exception)
+    fix = getattr(done.exception, "fix", "")
+    assert "--target .flexops/nvrtc-12.8 'nvidia-cuda-nvrtc-cu12==12.8.*'" in fix
+    assert "CUDA_HOME=$PWD/.flexops/nvrtc-12.8/nvidia/cuda_nvrtc flexops target prove" in fix
+
+
+@pytest.mark.parametrize("row", targets.load().targets, ids=lambda row: row.id)
+def test_a_row_without_its_nvrtc_names_the_wheel_that_has_it(
+    row: targets.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "find", lambda _: Search((), ()))
+    with pytest.raises(TargetError) as caught:
+        list(proving.places([row.id], settings.current()))
+    name = "nvidia-cuda-nvrtc-cu12" if row.toolkit.startswith("12.") else "nvidia-cuda-nvrtc"
+    wanted = f"'{name}=={row.toolkit_minor}.*'" if row.accelerator == "cuda" else "target list"
+    assert wanted in caught.value.fix
+
+
+@pytest.mark.parametrize("arguments", [["--update"], ["--update", "--op", "nothing"], []])
+def test_proving_that_compiles_nothing_fails(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It printed "0 kernels: 0 worse", and exited 0."""
+    written: list[object] = []
+    monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
+    monkeypatch.setattr(proven, "write", lambda *_: written.append("facts"))
+    monkeypatch.setattr(catalog, "select", lambda _: ())
+    done = CliRunner().invoke(app, ["target", "prove", *arguments])
+    assert isinstance(done.exception, TargetError), done.output
+    assert "no kernel was compiled" in str(done.exception)
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc, "find", lambda _: Search((), ()))
+    monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
+    done = CliRunner().invoke(app, ["target", "prove", *arguments[:1]])
+    assert "no kernels can be compiled here" in str(done.exception), done.output
+    assert "pip install" in getattr(done.exception, "fix", "")
+    assert written == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builds import REPOSITORY, child_environment
@@ -112,6 +114,45 @@ print(json.dumps({"backend": status.backend, "path": str(status.path), "reason":
     assert told["path"].startswith(str(site))
     assert told["value"] == pytest.approx(0.899, abs=1e-3)
     assert not (tmp_path / "no-cache").exists()
+
+
+METADATA = """
+import sys
+from pathlib import Path
+from setuptools import build_meta
+out = sys.argv[1]  # which setuptools replaces
+print(Path(out, build_meta.prepare_metadata_for_build_wheel(out), "METADATA").read_text())
+"""
+
+
+@pytest.mark.usefixtures("can_build")
+@pytest.mark.parametrize(
+    ("variables", "torch", "required"),
+    [
+        ({}, "2.13.0", "torch>=2.4"),
+        ({"FLEXOPS_WHEEL": "x86_64"}, "", "torch>=2.11"),
+        ({"FLEXOPS_WHEEL": "aarch64"}, "2.4.1", "torch>=2.11"),
+        ({"FLEXOPS_AOT": "lion"}, "2.13.0", "torch>=2.11"),
+        ({"FLEXOPS_AOT": "lion"}, "2.4.1", "torch==2.4.*"),
+    ],
+    ids=["nothing-compiled", "wheel", "wheel-elsewhere", "stable-abi", "one-minor"],
+)
+def test_a_wheel_requires_the_torch_that_its_libraries_run_with(
+    source: Path, tmp_path: Path, variables: dict[str, str], torch: str, required: str
+) -> None:
+    """Of a torch only the files are read: those of a folder on the path stand in for one."""
+    fake = tmp_path / "site" / "torch"
+    for name in ("__init__.py", "version.py", "lib/libtorch_cpu.so") if torch else ():
+        (fake / name).parent.mkdir(parents=True, exist_ok=True)
+        (fake / name).write_text(f"__version__ = '{torch}'\ncuda = None\nhip = None\n")
+    environment = child_environment(PYTHONPATH=str(tmp_path / "site"), **variables)
+    command = [sys.executable, "-c", METADATA, str(tmp_path)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, cwd=source, env=environment, **options)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^Requires-Dist: (.*)$", done.stdout, re.MULTILINE)
+    assert [one for one in found if re.match(r"torch\b", one)] == [required]
+    assert {"ninja", "typer>=0.12"} <= set(found)
 
 
 @pytest.mark.extra

@@ -27,7 +27,9 @@ class Image:
     """The command line on a checkout, with the base, index and network of these tests."""
 
     def __init__(self, index_url: str) -> None:
-        self.build_options = ["--build-base", BASE, "--runtime-base", BASE, "--index-url", index_url, "--network", _NETWORK]
+        bases = ["--build-base", BASE, "--runtime-base", BASE]
+        index = ["--index-url", index_url, "--accept-other-torch"]  # whose CPU index may be silent
+        self.build_options = [*bases, *index, "--network", _NETWORK]
 
     def __call__(self, *arguments: str, checkout: Path = REPOSITORY, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         variables = self.environment(checkout, environment)
@@ -117,6 +119,13 @@ def wheels(engine: Any, base: str) -> Path:
 def index_url(wheels: Path) -> Iterator[str]:
     """A package index on this machine with those wheels."""
     with wheel_index.serve(wheels) as url:
+        yield url
+
+
+@pytest.fixture
+def private_index_url(wheels: Path) -> Iterator[str]:
+    """The same, for those who have credentials."""
+    with wheel_index.serve(wheels, private=True) as url:
         yield url
 
 

@@ -113,20 +113,64 @@ def test_its_labels_say_what_is_in_it(engine: Any, cpu_image: str) -> None:
 def test_nothing_of_the_build_reaches_it(engine: Any, cpu_image: str, index_url: str) -> None:
     image = engine.images.get(cpu_image)
     told = json.dumps([image.attrs["Config"], image.history()])
-    index = index_url.partition("@")[2]
+    index = index_url.partition("://")[2]
     assert index not in told
-    script = f"grep -rlE --exclude-dir=proc --exclude-dir=sys '{index}|{CREDENTIALS}' /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
+    script = f"grep -rlE --exclude-dir=proc --exclude-dir=sys '{index}' /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
     _, out, _ = run(engine, cpu_image, "sh", "-c", script, user="0")
     assert out.split() == ["docker", "flexops"]
 
 
-def test_no_image_on_the_engine_keeps_the_indexs_credentials(engine: Any, cpu_image: str) -> None:
-    assert engine.images.get(cpu_image)
-    everything = engine.api.images(all=True)  # stages that no image derives from, too
-    assert len(everything) > 10
-    for one in everything:
+@pytest.fixture
+def small_checkout(checkout: Path, tmp_path: Path) -> Path:
+    """With one family, because compiling all of them takes long."""
+    shutil.copytree(checkout, tmp_path / "small")
+    with (tmp_path / "small/flexops/op_builder/catalog.py").open("a") as catalog:
+        catalog.write('CATALOG = (find("lion"),)\n')
+    return tmp_path / "small"
+
+
+def test_credentials_of_an_index_are_kept_nowhere(
+    engine: Any, private_index_url: str, small_checkout: Path, require: Callable[..., None]
+) -> None:
+    """By BuildKit. The engine's own files are searched, if this user may read them."""
+    private = Image(private_index_url)
+    done = private.build("cpu", "--tag", "flexops:cpu-test-private", checkout=small_checkout)
+    require("need BuildKit" not in done.stderr, "BuildKit", "apt-get install docker-buildx")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert engine.images.get("flexops:cpu-test-private").labels["dev.flexops.torch"]
+    assert engine.images.get(naming.kernels("cpu"))
+    for one in engine.api.images(all=True):  # stages that no image derives from, too
         told = json.dumps([engine.api.inspect_image(one["Id"]), engine.api.history(one["Id"])])
         assert CREDENTIALS not in told
+    secret = CREDENTIALS.partition(":")[2]
+    log = (small_checkout / ".flexops/images/cpu-runtime.log").read_text()
+    assert secret not in log
+    root = Path(engine.info()["DockerRootDir"])
+    if os.geteuid() == 0 and root.is_dir():
+        places = [str(root / name) for name in ("image", "buildkit", "containers", "overlay2")]
+        search = ["grep", "-rlF", "--include=*.json", "--include=*.db", "--include=*.conf"]
+        found = subprocess.run([*search, secret, *places], capture_output=True, text=True)
+        assert found.stdout == ""
+    broken = small_checkout / "csrc/lion/lion_cpu.cpp"
+    broken.write_text(broken.read_text() + "\nint broken = no_such_thing;\n")
+    done = private.build("cpu", "--tag", "flexops:cpu-test-private", checkout=small_checkout)
+    assert done.returncode == 10
+    assert "no_such_thing" in done.stderr
+
+
+def test_without_buildkit_credentials_are_refused(
+    image: Image, small_checkout: Path, private_index_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "docker").write_text("#!/bin/sh\necho 'ERROR: BuildKit is enabled but the buildx "
+                                     "component is missing or broken.' >&2\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    options = [*image.build_options, "--index-url", private_index_url]
+    done = image("build", "cpu", *options, checkout=small_checkout, environment=path)
+    assert done.returncode == 10
+    assert "credentials for a package index need BuildKit" in done.stderr
+    assert "fix: sudo apt-get install docker-buildx" in done.stderr
+    assert CREDENTIALS.partition(":")[2] not in done.stderr
 
 
 def test_who_runs_it_can_change_nothing_of_it(engine: Any, cpu_image: str) -> None:
@@ -225,6 +269,49 @@ def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles
     assert code == 0, out + err
     assert "[0.5, 0.5, 0.5]" in out
     assert "device='cpu', backend='aot'" in out
+
+
+# ---- the entrypoint, in a container of the base alone ------------------------------------------
+
+
+def enter(engine: Any, base: str, *command: str, **options: Any) -> tuple[int, str, str]:
+    mounted = [f"{REPOSITORY / 'docker/entrypoint.sh'}:/e.sh:ro", *options.pop("volumes", ())]
+    environment = {"HOME": "/home/flexops", "FLEXOPS_IMAGE_TARGET": "cpu"}
+    options |= {"volumes": mounted, "environment": environment, "network_mode": "none"}
+    return run(engine, base, "sh", "/e.sh", *command, **options)
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("doctor", "--json"), ("flexops", "doctor")])
+def test_a_read_only_container_names_the_mount(
+    engine: Any, base: str, command: tuple[str, ...]
+) -> None:
+    code, _, err = enter(engine, base, *command, read_only=True)
+    assert code == 1
+    assert "no directory of this container is writable" in err
+    assert "fix: docker run --read-only --tmpfs /cache:exec,mode=1777" in err
+    tmpfs = {"/cache": "exec,mode=1777"}
+    script = "touch $TMPDIR/file && echo $TMPDIR"
+    code, out, err = enter(engine, base, "sh", "-c", script, read_only=True, tmpfs=tmpfs)
+    assert (code, out, err) == (0, "/cache/0/tmp\n", "")
+    code, out, err = enter(engine, base, "echo", "hello", read_only=True)
+    assert (code, out, err) == (0, "hello\n", ""), "what writes nothing needs no mount"
+
+
+def test_a_mounted_workspace_of_another_user_is_named(
+    engine: Any, base: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(os.geteuid() == 0, "root, to give a directory away", "run the tests as root")
+    os.chown(tmp_path, 1234, 1234)
+    options: dict[str, Any] = {"volumes": [f"{tmp_path}:/workspace"], "working_dir": "/workspace"}
+    _, _, err = enter(engine, base, "touch", "made", user="10001:10001", **options)
+    assert "/workspace belongs to user 1234:1234" in err
+    assert 'fix: docker run --user "$(id -u):$(id -g)"' in err
+    options = {"volumes": [f"{tmp_path}:/workspace"], "working_dir": "/workspace"}
+    code, _, err = enter(engine, base, "touch", "made", user="1234:1234", **options)
+    assert (code, err) == (0, "")
+    assert (tmp_path / "made").stat().st_uid == 1234
+    options = {"volumes": [f"{tmp_path}:/workspace:ro"], "working_dir": "/workspace"}
+    assert enter(engine, base, "true", user="10001:10001", **options) == (0, "", "")
 
 
 # ---- the wheel, and nothing else ---------------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,20 @@ import flexops
 from flexops import targets, toolchain
 from flexops.doctor.finding import Finding, Report, Section
 from flexops.errors import ImageError, TargetError
-from flexops.images import building, checking, context, dockerfile, engine, failure, inside, judgement, listing, naming, running
+from flexops.images import (
+    building,
+    buildkit,
+    checking,
+    context,
+    dockerfile,
+    engine,
+    failure,
+    inside,
+    judgement,
+    listing,
+    naming,
+    running,
+)
 from flexops.images.facts import ImageFacts, Library
 from flexops.images.failure import Step
 from flexops.op_builder import layout
@@ -94,7 +108,7 @@ def test_every_build_argument_is_one_of_the_dockerfile(row: targets.Target) -> N
     text = (ROOT / image_files.dockerfile_path(row.accelerator)).read_text()
     declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
     wish = building.Wish(row, "runtime", "x", jobs=2, index_url="https://me:secret@x/simple")
-    assert set(wish.args(building.origin(ROOT), "flexops-kernels:x")) - declared == {"FTP_PROXY"}
+    assert set(wish.args(building.origin(ROOT), "flexops-kernels:x")) <= declared
 
 
 @pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
@@ -106,7 +120,8 @@ def test_the_defaults_are_a_rows(row: targets.Target) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_are_valid_for_the_classic_builder(path: Path) -> None:
-    text = path.read_text()
+    text = dockerfile.without_secrets(path.read_text())
+    assert "\nRUN sh /opt/docker/fetch_wheels.sh\n" in text
     assert not re.search(r"^(RUN|COPY|ADD) .*--(mount|network|security|link|chmod|parents)", text, re.MULTILINE)
     assert "<<" not in text
     assert not text.startswith("# syntax")
@@ -145,12 +160,182 @@ def test_a_digest_pins_the_base() -> None:
     assert image_files.build_args(row)["BUILD_BASE"] == f"{CUDA.build_base}@sha256:{'a' * 64}"
 
 
-def test_credentials_of_an_index_are_no_argument_that_an_engine_keeps() -> None:
-    args = building.Wish(CPU, "runtime", "x", index_url="https://me:s3cret@index.example:8443/simple").args({})
-    assert args["INDEX_URL"] == "https://index.example:8443/simple"
-    assert [name for name, value in args.items() if "s3cret" in value] == ["FTP_PROXY"]  # a proxy's: engines leave them out of an image's history
+def test_credentials_of_an_index_are_a_secret_and_no_argument() -> None:
+    """Any argument of a step, but those of proxies, is kept in the image that the step leaves."""
+    url = "https://me:s3cret@index.example:8443/simple"
+    wish = building.Wish(CPU, "runtime", "x", index_url=url)
+    assert wish.args({})["INDEX_URL"] == "https://index.example:8443/simple"
+    assert wish.credentials == "me:s3cret"
+    job = buildkit.Job(wish.args({}), wish.credentials, network="host")
+    assert "s3cret" not in " ".join(job.command("/context", "/image"))
+    assert [one for one in job.environment().values() if "s3cret" in one] == ["me:s3cret"]
+    text = (ROOT / image_files.dockerfile_path("cpu")).read_text()
+    assert f"RUN --mount=type=secret,id={buildkit.SECRET} sh" in text
     for url in ("https://index.example/simple", "git@host:a/b", ""):
         assert building.without_credentials(url) == (url, "")
+
+
+PROGRESS = """\
+#1 [internal] load build definition from Dockerfile.this-build
+#1 DONE 0.0s
+#4 [toolchain 1/3] FROM docker.io/library/base:1
+#4 CACHED
+#5 [kernels 9/9] RUN A=1 python -m flexops.op_builder cpu
+#5 0.512 flexops: quant-cpu could not be built
+#5 0.513   fix: correct a.cpp
+#5 ERROR: process "/bin/sh -c python" did not complete successfully: exit code: 6
+------
+ > [kernels 9/9] RUN A=1 python -m flexops.op_builder cpu:
+------
+ERROR: failed to solve: process "/bin/sh -c python" did not complete: exit code: 6
+"""
+
+
+def docker(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the program, which writes its arguments and what reached it as a secret."""
+    (folder / "progress").write_text(text)
+    (folder / "docker").write_text(
+        f"#!/bin/sh\necho \"$@\" >{folder}/called\n"
+        f"echo $DOCKER_BUILDKIT $FLEXOPS_INDEX_CREDENTIALS >{folder}/environment\n"
+        "while [ $# -gt 0 ]; do [ $1 != --iidfile ] || echo sha256:9 >$2; shift; done\n"
+        f"cat {folder}/progress\n! grep -q ERROR {folder}/progress\n"
+    )
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def packed_file() -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        archive.add(ROOT / "LICENSE", "LICENSE")
+    return out
+
+
+def test_buildkits_progress_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker(tmp_path, PROGRESS, monkeypatch)
+    told: list[tuple[int, str]] = []
+    job = buildkit.Job({"A": "b"}, "me:s3cret", target="runtime")
+    log = io.StringIO()
+
+    def report(step: Step, line: str) -> None:
+        told.append((step.number, line))
+
+    done = buildkit.build(job, packed_file(), log, report)
+    assert done.failed
+    assert (tmp_path / "environment").read_text() == "1 me:s3cret\n"
+    assert "s3cret" not in (tmp_path / "called").read_text()
+    assert (2, "flexops: quant-cpu could not be built") in told
+    assert (done.steps, done.cached) == (2, 1)
+    error = failure.explain("cpu", done.step, done.error)
+    assert error.found == "quant-cpu could not be built"
+    assert error.fix == "correct a.cpp"
+    docker(tmp_path, PROGRESS.partition("#5 ERROR")[0], monkeypatch)
+    done = buildkit.build(job, packed_file(), log, None)
+    assert (done.failed, done.image) == (False, "sha256:9")
+    assert done.ran("-m flexops.op_builder")
+    assert not done.ran("FROM")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ERROR: BuildKit is enabled but the buildx component is missing or broken.",
+        "Error: ERROR: buildkit not supported by daemon",
+        "unknown flag: --secret ERROR",
+        None,
+    ],
+)
+def test_without_buildkit_credentials_are_refused(
+    said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said:
+        docker(tmp_path, said + "\n", monkeypatch)
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageError, match="need BuildKit") as caught:
+        buildkit.build(buildkit.Job({}, "me:s3cret"), packed_file(), io.StringIO(), None)
+    assert caught.value.found
+    assert "docker-buildx" in caught.value.fix
+
+
+# ---- a row gets its torch ----------------------------------------------------------------------
+
+
+def torch_wheel(folder: Path, cuda: str | None, hip: str | None = None) -> None:
+    folder.mkdir(exist_ok=True)
+    fields = {"__version__": "2.13.0+x", "cuda: Optional[str]": cuda, "hip: Optional[str]": hip}
+    with zipfile.ZipFile(folder / "torch-2.13.0-cp312-cp312-any.whl", "w") as archive:
+        text = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
+        archive.writestr("torch/version.py", text)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "wanted", "accept", "code", "said"),
+    [
+        (None, None, "cpu", "", 0, ""),
+        ("13.0", None, "cpu", "", 1, "--accept-other-torch"),
+        ("13.0", None, "cpu", "1", 0, "built for cuda13.0, which was accepted"),
+        ("13.0", None, "cuda13.0", "", 0, ""),
+        ("12.8", None, "cuda13.0", "1", 1, "required: torch built for cuda13.0"),
+        (None, "7.2.26015", "rocm7.2", "", 0, ""),
+        ("13.0", None, "rocm7.2", "1", 1, "2.13.0+x, built for cuda13.0"),
+    ],
+)
+def test_a_row_gets_its_torch_or_the_build_fails(
+    tmp_path: Path,
+    cuda: str | None,
+    hip: str | None,
+    wanted: str,
+    accept: str,
+    code: int,
+    said: str,
+) -> None:
+    torch_wheel(tmp_path / "wheels", cuda, hip)
+    script = [sys.executable, str(ROOT / "docker/check_torch.py"), str(tmp_path / "wheels")]
+    done = subprocess.run([*script, wanted, accept], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    if code:
+        error = failure.explain("cpu", Step(7, 9, "RUN sh fetch_wheels.sh", done.stderr), "code: 1")
+        assert "another torch than the row's" in error.found
+        assert "--index-url" in error.fix
+
+
+@pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
+def test_each_row_says_what_its_torch_is_built_for(row: targets.Target) -> None:
+    wanted = {"cpu": "cpu", "cuda": "cuda13.0", "rocm": "rocm7.2"}[row.accelerator]
+    assert image_files.build_args(row)["TORCH_FOR"] == wanted
+    args = building.Wish(row, "runtime", "x", accept_torch=True).args({})
+    assert args["ACCEPT_TORCH"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [
+        ({}, 1, "--accept-other-torch"),
+        ({"EXTRA_INDEX_REQUIRED": "1", "ACCEPT_TORCH": "1"}, 1, "only it has torch for this row"),
+        ({"ACCEPT_TORCH": "1"}, 0, "going on with the default index"),
+        ({"INDEX_URL": "https://mirror.example/simple"}, 0, "whose torch is checked"),
+    ],
+    ids=["silent", "required", "accepted", "mirror"],
+)
+def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
+    variables: dict[str, str], code: int, said: str
+) -> None:
+    """The part of the script that decides, with the index's address of a closed port."""
+    script = (ROOT / "docker/fetch_wheels.sh").read_text()
+    part = script[script.index("answers() {") : script.index("runtime_part \"$wishes\" >")]
+    part = part.replace("/opt/flexops/bin/python", sys.executable)
+    environment = {"PATH": os.environ["PATH"], "EXTRA_INDEX": "http://127.0.0.1:9", **variables}
+    command = ["sh", "-euc", part]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, env=environment, **options)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    if code:
+        assert "http://127.0.0.1:9" in done.stderr
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -601,6 +786,7 @@ def test_an_image_in_order(row: targets.Target) -> None:
         ({"packages": {"torch": "2.1.0", "ninja": "1.13.0"}}, {}, {"image-torch": "fail"}),
         ({"packages": {"torch": "2.14.1+cu130"}}, {}, {"image-ninja": "fail"}),
         ({"torch_cuda": "12.8"}, {}, {"image-torch-build": "fail"}),
+        ({"torch_cuda": "", "torch_hip": "7.2"}, {}, {"image-torch-build": "fail"}),
         ({"compilers": ("gcc",)}, {}, {"image-clean": "warn"}),
         ({"compilers": ("gcc",)}, {"runtime": False}, {}),
         ({"leftovers": ("/opt/wheelhouse",)}, {}, {"image-clean": "fail"}),
@@ -609,6 +795,14 @@ def test_an_image_in_order(row: targets.Target) -> None:
 )
 def test_what_is_wrong_with_an_image(changes: dict[str, Any], options: dict[str, Any], expected: dict[str, str]) -> None:
     assert statuses(CUDA, facts(CUDA, **changes), **options) == expected
+
+
+def test_a_torch_for_cuda_in_the_cpus_image_is_said() -> None:
+    """The label ``dev.flexops.accelerator`` alone is ``cpu`` there."""
+    other = facts(CPU, torch_cuda="13.0")
+    assert statuses(CPU, other) == {"image-torch-build": "warn"}
+    assert judgement.contents_labels(other)["dev.flexops.torch-build"] == "cuda13.0"
+    assert judgement.contents_labels(facts(CPU))["dev.flexops.torch-build"] == "cpu"
 
 
 def test_libraries_must_be_there_and_for_the_row() -> None:

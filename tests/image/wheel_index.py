@@ -48,8 +48,11 @@ def _download(requirements: Path, python: str, directory: Path, extra_index: str
 class _Index(SimpleHTTPRequestHandler):
     """``/simple/<project>/`` lists the wheels of a project; ``/<file>`` is one."""
 
+    private = False
+
     def do_GET(self) -> None:
-        if self.headers.get("Authorization") != "Basic " + base64.b64encode(CREDENTIALS.encode()).decode():
+        wanted = "Basic " + base64.b64encode(CREDENTIALS.encode()).decode()
+        if self.private and self.headers.get("Authorization") != wanted:
             self.send_response(401)
             self.send_header("WWW-Authenticate", "Basic")
             self.end_headers()
@@ -74,18 +77,24 @@ class _Index(SimpleHTTPRequestHandler):
         """Quiet."""
 
 
+class _Private(_Index):
+    private = True
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @contextlib.contextmanager
-def serve(directory: Path) -> Iterator[str]:
-    """The URL of an index with the wheels in a directory."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Index, directory=str(directory)))
+def serve(directory: Path, *, private: bool = False) -> Iterator[str]:
+    """The URL of an index with the wheels in a directory; of a private one, with credentials."""
+    handler = partial(_Private if private else _Index, directory=str(directory))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://{CREDENTIALS}@127.0.0.1:{server.server_port}/simple"
+        user = f"{CREDENTIALS}@" if private else ""
+        yield f"http://{user}127.0.0.1:{server.server_port}/simple"
     finally:
         server.shutdown()
         server.server_close()

@@ -11,7 +11,8 @@ import pytest
 
 from flexops import targets
 from flexops.errors import TargetError
-from flexops.targets import loading, render
+from flexops.targets import checkout as checkouts
+from flexops.targets import loading, locks, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "targets"
@@ -127,10 +128,29 @@ class TestCommandLine:
         assert self.run("detect").output.startswith(found["id"] + "\n")
 
 
-def test_an_installed_package_has_nothing_to_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "__file__", str(tmp_path / "flexops" / "targets" / "render.py"))
-    with pytest.raises(TargetError, match="not a checkout"):
+def test_an_installed_package_works_on_the_checkout_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, clone = tmp_path / "site-packages", tmp_path / "clone"
+    for root in (installed, clone):
+        (root / "flexops" / "targets").mkdir(parents=True)
+        shutil.copy(loading.PATH, root / "flexops" / "targets")
+    (clone / "csrc" / "adam").mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[2] / "pyproject.toml", clone)
+    monkeypatch.setattr(checkouts, "_PACKAGE", installed)
+    monkeypatch.chdir(clone / "csrc" / "adam")
+    assert render.checkout() == clone
+    assert "torch==" in locks.input_text(targets.load().cpu, "header"), "of the clone's pyproject"
+    with (clone / "flexops/targets/matrix.toml").open("a") as matrix:
+        matrix.write("# edited\n")
+    with pytest.raises(TargetError, match="different matrices") as caught:
         render.checkout()
+    assert caught.value.fix.startswith("python -m flexops")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match="needs a checkout") as caught:
+        render.checkout()
+    assert str(tmp_path) in caught.value.found
+    assert "cd into a clone" in caught.value.fix
 
 
 ARGUMENTS = r"^ARG (\w+)"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from flexops import targets
+from flexops.targets import image_files, loading
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
@@ -78,7 +81,8 @@ def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
     found = steps(path)
     assert found
     for one in found:
-        script = re.fullmatch(r"(?:sudo -H )?(?:bash|python3) (\S+)(?: .*)?", one)
+        root = r"(?:sudo -H (?:--preserve-env=\w+ )?)?"
+        script = re.fullmatch(root + r"(?:bash|python3) (\S+)(?: .*)?", one)
         assert script, one
         assert (ROOT / script[1]).is_file(), one
 
@@ -119,24 +123,119 @@ def test_the_images_jobs_are_the_matrix() -> None:
 
 
 def publish(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run("bash", "scripts/ci/publish_image.sh", *arguments, DRY_RUN="1", IMAGE="ghcr.io/someone/flexops", **environment)
+    settings = {"DRY_RUN": "1", "IMAGE": "ghcr.io/someone/flexops", **environment}
+    return run("bash", "scripts/ci/publish_image.sh", *arguments, **settings)
 
 
-def test_an_image_is_built_with_sbom_and_provenance_and_named_by_its_machine() -> None:
+def test_an_image_is_checked_and_then_pushed_by_digest_with_sbom_and_provenance() -> None:
     done = publish("build", "cu130-sm90", "aarch64")
     assert done.returncode == 0, done.stderr
-    bake = done.stdout.splitlines()[-1]
-    assert bake.startswith("docker buildx bake -f docker/docker-bake.hcl cu130-sm90 --push")
-    for setting in ("platform=linux/arm64", "tags=ghcr.io/someone/flexops:cu130-sm90-aarch64", "attest=type=provenance,mode=max", "attest=type=sbom"):
-        assert f"--set cu130-sm90.{setting}" in bake
+    lines = done.stdout.splitlines()
+    loaded, checked, pushed = (
+        next(number for number, line in enumerate(lines) if words in line)
+        for words in (" --load ", "image check cu130-sm90", "push=true")
+    )
+    assert loaded < checked < pushed, "nothing is pushed that was not checked"
+    name = "flexops:cu130-sm90-aarch64"
+    assert f"tags={name}" in lines[loaded]
+    assert lines[checked].endswith(f"--tag {name}")
+    assert not [line for line in lines[: checked + 1] if "push" in line]
+    for setting in (
+        "platform=linux/arm64",
+        "tags=ghcr.io/someone/flexops ",
+        "output=type=image,push-by-digest=true,name-canonical=true,push=true",
+        "attest=type=provenance,mode=max",
+        "attest=type=sbom",
+    ):
+        assert f"--set cu130-sm90.{setting}" in lines[pushed] + " "
 
 
-def test_machines_of_a_row_are_joined_and_a_tag_adds_its_version() -> None:
-    parts = "ghcr.io/someone/flexops:cu130-sm90-x86_64 ghcr.io/someone/flexops:cu130-sm90-aarch64"
-    plain = publish("join", "cu130-sm90", GITHUB_REF="refs/heads/main").stdout.strip()
-    assert plain == f"docker buildx imagetools create --tag ghcr.io/someone/flexops:cu130-sm90 {parts}"
-    tagged = publish("join", "cu130-sm90", GITHUB_REF="refs/tags/v0.2.0").stdout
+def test_an_image_that_fails_its_check_is_not_pushed(tmp_path: Path) -> None:
+    for name, text in {
+        "docker": f'echo "$@" >>{tmp_path}/calls',
+        "python3": 'case "$*" in *venv*) mkdir -p "$3/bin"; '
+        f'cp {tmp_path}/failing "$3/bin/python";; *) exec {sys.executable} "$@";; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "failing").write_text('#!/bin/sh\ncase "$*" in *check*) exit 1;; esac\n')
+    (tmp_path / "failing").chmod(0o755)
+    places = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DIGESTS": str(tmp_path / "d")}
+    root = tmp_path / "checkout"
+    for name in ("flexops", "scripts", "recipe"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("CHANGELOG.md", "CITATION.cff"):
+        shutil.copy(ROOT / name, root)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    commit = ["git", *author, "commit", "-q", "--allow-empty", "-m", "x"]
+    subprocess.run(commit, cwd=root, check=True)
+    command = ["bash", str(root / "scripts/ci/publish_image.sh"), "build", "cpu", "x86_64"]
+    variables = {**os.environ, **places, "IMAGE": "ghcr.io/someone/flexops"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert " --load " in calls
+    assert "push" not in calls
+
+
+def test_the_owner_is_in_lower_case_as_registries_want_it(tmp_path: Path) -> None:
+    (tmp_path / "cpu-x86_64").write_text("sha256:1\n")
+    (tmp_path / "cpu-aarch64").write_text("sha256:2\n")
+    done = publish("join", "cpu", IMAGE="ghcr.io/SomeOne/flexops", DIGESTS=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "ghcr.io/someone/flexops@sha256:1" in done.stdout
+    assert "SomeOne" not in done.stdout + publish("build", "cpu", "x86_64", IMAGE="a/B/c").stdout
+
+
+def test_machines_of_a_row_are_joined_by_digest_and_a_tag_adds_its_version(tmp_path: Path) -> None:
+    digests = {"DIGESTS": str(tmp_path)}
+    for number, machine in enumerate(("x86_64", "aarch64")):
+        missing = publish("join", "cu130-sm90", **digests)
+        assert missing.returncode == 2
+        assert f"cu130-sm90 has no digest for {machine}" in missing.stderr
+        (tmp_path / f"cu130-sm90-{machine}").write_text(f"sha256:{number}\n")
+    parts = "ghcr.io/someone/flexops@sha256:0 ghcr.io/someone/flexops@sha256:1"
+    plain = publish("join", "cu130-sm90", GITHUB_REF="refs/heads/main", **digests).stdout.strip()
+    create = "docker buildx imagetools create --tag ghcr.io/someone/flexops:cu130-sm90"
+    assert plain == f"{create} {parts}"
+    tagged = publish("join", "cu130-sm90", GITHUB_REF="refs/tags/v0.2.0", **digests).stdout
     assert "--tag ghcr.io/someone/flexops:cu130-sm90-0.2.0" in tagged
+
+
+def test_room_is_made_on_hosted_runners_only(tmp_path: Path) -> None:
+    (tmp_path / "usr/share/dotnet").mkdir(parents=True)
+    (tmp_path / "usr/share/other").mkdir()
+    script = ("bash", "scripts/ci/free_disk.sh")
+    assert run(*script, FREE_DISK_ROOT=str(tmp_path), RUNNER_ENVIRONMENT="").returncode == 0
+    assert (tmp_path / "usr/share/dotnet").is_dir()
+    done = run(*script, FREE_DISK_ROOT=str(tmp_path), RUNNER_ENVIRONMENT="github-hosted")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "usr/share").iterdir()] == ["other"]
+    text = (GITHUB / "workflows/images.yml").read_text()
+    assert text.index("free_disk.sh") < text.index("publish_image.sh build")
+
+
+def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
+    module = runpy.run_path(str(ROOT / "scripts/ci/base_digests.py"))
+    asked: list[str] = []
+
+    def look_up(image: str) -> str:
+        asked.append(image)
+        return f"sha256:{hashlib.sha256(image.encode()).hexdigest()}"
+
+    text = Path(loading.PATH).read_text()
+    path = tmp_path / "matrix.toml"
+    path.write_text(module["pinned"](text, look_up))
+    rows = loading.read(path).targets
+    assert len(asked) == len(set(asked)) == 3, "each image once"
+    for row in rows:
+        assert row.build_digest == look_up(row.build_base)
+        assert row.runtime_digest == look_up(row.runtime_base)
+        assert image_files.build_args(row)["BUILD_BASE"] == f"{row.build_base}@{row.build_digest}"
+    again = module["pinned"](path.read_text(), lambda _: "sha256:" + "0" * 64)
+    path.write_text(again)
+    assert {row.build_digest for row in loading.read(path).targets} == {"sha256:" + "0" * 64}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +270,9 @@ def test_releases_packages_go_into_the_folder_of_their_platform(tmp_path: Path) 
     gh.write_text(gh.read_text().replace("exit 1", "exit 0"))
     done = run("bash", "scripts/ci/attach_to_release.sh", str(tmp_path / "packages"), GITHUB_REF="refs/tags/v9.9.9", PATH=path)
     assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "release edit v9.9.9 --draft=false" in calls, "users cannot reach a draft's files"
+    assert calls[-1] == "workflow run docs.yml --ref main", "which makes the channel"
     uploads = [line.split()[3] for line in (tmp_path / "calls").read_text().splitlines() if " upload " in line]
     assert [Path(one).name for one in uploads] == ["linux-64--flexops-0.2.0-cpu_h1_0.conda", "linux-aarch64--flexops-0.2.0-cpu_h1_0.conda"]
     script = (ROOT / "scripts/ci/build_conda.sh").read_text()

@@ -7,6 +7,7 @@
 variable "REPOSITORY" { default = "flexops" }
 variable "STAGE" { default = "runtime" }
 variable "INDEX_URL" { default = "" }
+variable "ACCEPT_TORCH" { default = "" }
 variable "JOBS" { default = "" }
 variable "VERSION" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
@@ -17,12 +18,13 @@ target "_common" {
   context = "."
   target  = STAGE
   args = {
-    INDEX_URL = INDEX_URL
-    JOBS      = JOBS
-    VERSION   = VERSION
-    REVISION  = REVISION
-    SOURCE    = SOURCE
-    CREATED   = CREATED
+    INDEX_URL    = INDEX_URL
+    ACCEPT_TORCH = ACCEPT_TORCH
+    JOBS         = JOBS
+    VERSION      = VERSION
+    REVISION     = REVISION
+    SOURCE       = SOURCE
+    CREATED      = CREATED
   }
 }
 
@@ -49,6 +51,7 @@ target "cpu" {
     TOOLKIT_NAME         = "cpu"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/cpu"
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cpu"
     ARCH_LIST            = ""
     TARGET               = "cpu"
     LEAST_DRIVER         = ""
@@ -66,6 +69,7 @@ target "cu121-sm89" {
     TOOLKIT_NAME         = "cu121"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda12.1"
     ARCH_LIST            = "8.9"
     TARGET               = "cu121-sm89"
     LEAST_DRIVER         = "525"
@@ -83,6 +87,7 @@ target "cu130-sm90" {
     TOOLKIT_NAME         = "cu130"
     EXTRA_INDEX          = ""
     EXTRA_INDEX_REQUIRED = ""
+    TORCH_FOR            = "cuda13.0"
     ARCH_LIST            = "9.0"
     TARGET               = "cu130-sm90"
     LEAST_DRIVER         = "580"
@@ -100,6 +105,7 @@ target "rocm72-gfx90a" {
     TOOLKIT_NAME         = "rocm72"
     EXTRA_INDEX          = "https://download.pytorch.org/whl/rocm7.2"
     EXTRA_INDEX_REQUIRED = "1"
+    TORCH_FOR            = "rocm7.2"
     ARCH_LIST            = "gfx90a"
     TARGET               = "rocm72-gfx90a"
     LEAST_DRIVER         = "30.10"
