@@ -39,6 +39,32 @@ _MOST_DIGITS = 9
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+class SecretUrl:
+    """A URL that may hold a password. It prints without one; ``reveal()`` returns all of it."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        from .redaction import redacted
+
+        return redacted(self._text)
+
+
 class Settings(NamedTuple):
     """The user's wishes, as the environment states them. Nothing here is probed. (A NamedTuple, as in ``toolchain/model.py``.)
 
@@ -116,7 +142,7 @@ class Settings(NamedTuple):
     cache_signing_key: Path | None = None
     cache_trusted_keys: Path | None = None
     cache_copies: Path | None = None
-    cache_remote: str = ""
+    cache_remote: SecretUrl = SecretUrl()
     cache_remote_write: bool = False
     cache_remote_timeout: float = 1.0
     compile_wait: int = 60
@@ -241,17 +267,38 @@ def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int
     return int(text)
 
 
-def _remote(text: str) -> str:
-    """A remote cache's URL. Unencrypted HTTP only from this machine: who listens in could answer with a library of his own. The error tells no secrets."""
+def _remote(text: str) -> SecretUrl:
+    """A remote cache's URL. Unencrypted HTTP is for servers on this machine: whoever listens in on
+    a network could answer with a library of their own. The error prints no secrets.
+    """
     text = text.strip()
+    if not text:
+        return SecretUrl()
+    from .redaction import redacted
+
     scheme, separator, rest = text.partition("://")
-    place = rest.partition("/")[0].partition("?")[0].partition("#")[0].rpartition("@")[2]
-    near = scheme == "http" and (place if place in _NEAR else place.rpartition(":")[0]) in _NEAR
-    if text and not (separator and rest and text.isprintable() and " " not in text and (near or scheme in _REMOTES)):
-        required = " | ".join(f"{name}://..." for name in _REMOTES)
-        found, fix = _shortened(f"{scheme}://{place}") if separator else "no ://", "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
-        raise SettingsError("FLEXOPS_CACHE_REMOTE is no URL of a store", found=found, required=required, fix=fix)
-    return text
+    place = re.split("[/?#]", rest)[0]
+    near = scheme == "http" and is_loopback(place)
+    required = " | ".join(f"{name}://..." for name in _REMOTES)
+    fix = "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
+    if not (near or scheme in _REMOTES) or not rest or not text.isprintable() or " " in text:
+        found = "/".join(redacted(text).split("/")[:3]) if separator else "no ://"
+        what = "FLEXOPS_CACHE_REMOTE is no URL of a store"
+        raise SettingsError(what, found=_shortened(found), required=required, fix=fix)
+    if scheme in ("http", "https") and "@" in rest[len(place) :]:
+        raise SettingsError(
+            "FLEXOPS_CACHE_REMOTE has an @ behind its first / ? or #", found=redacted(text),
+            required="in user and password: %2F for /, %3F for ?, %23 for #; in a path: %40 for @",
+            fix="python -c \"import getpass, urllib.parse as u; print(u.quote(getpass.getpass(), ''))\"",
+        )  # fmt: skip
+    return SecretUrl(text)
+
+
+def is_loopback(place: str) -> bool:
+    """Whether ``host``, ``host:port`` or ``user@host:port`` is on this machine."""
+    place = place.rpartition("@")[2]
+    host = place if place in _NEAR else place.rpartition(":")[0]
+    return host in _NEAR
 
 
 def _seconds(name: str, text: str, default: float) -> float:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _fork, _json
 from ..errors import CacheError, FlexopsError, RemoteError
+from ..redaction import redacted, scrubbed
 from . import cache_archive, counters
 from .json_child import JsonChild
 from .manifest import is_plain
@@ -42,7 +43,6 @@ _WORKER = Path(__file__).resolve().with_name("remote_worker.py")
 _START_SECONDS = 20.0  # of a Python and its client library on a machine that is busy starting a thousand others: not the store's fault
 _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _HINT_BYTES = 4 << 20
-_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SIGNATURE|CONNECTION_STRING", re.IGNORECASE)
 
 
 class Object(NamedTuple):
@@ -57,7 +57,7 @@ def of(chosen: Settings) -> Remote | None:
     """The remote cache that the settings name, one for the life of the process; None if they name none. Touches nothing."""
     if not chosen.cache_remote:
         return None
-    return _of(chosen.cache_remote, chosen.cache_remote_write, chosen.cache_remote_timeout)
+    return _of(chosen.cache_remote.reveal(), chosen.cache_remote_write, chosen.cache_remote_timeout)
 
 
 @functools.cache
@@ -288,26 +288,6 @@ def _safe(name: str) -> str:
 def is_named_right(name: str, manifest: Manifest) -> bool:
     """Whether an object of that name may hold that entry."""
     return is_plain(manifest.name) and name == entry_name(manifest.name, manifest.key)
-
-
-def redacted(url: str) -> str:
-    """A URL without user, password, query and fragment."""
-    scheme, separator, rest = url.partition("://")
-    rest = rest.partition("?")[0].partition("#")[0]
-    place, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
-
-
-def scrubbed(text: str) -> str:
-    """What a client library said, in one line of bounded length, without users, queries and the values of variables that name secrets."""
-    for name, value in os.environ.items():
-        if len(value) >= 4 and _SECRET.search(name):
-            text = text.replace(value, "***")
-    text = re.sub(r"://[^/\s]*@", "://", text)
-    text = re.sub(r"[?#][^\s\"'>)]*", "", text)
-    text = re.sub(r"(?i)\b(authorization|bearer|basic)\b.*", r"\1 ***", text)
-    text = re.sub(r"(?i)\b(signature|credential|token|password|secret)\b\s*[:=]\s*\S+", r"\1=***", text)
-    return " ".join(text.split())[:300]
 
 
 def _words(error: Exception) -> str:

@@ -137,7 +137,7 @@ def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
     "url", ["s3://b/p", "gs://b", "az://a/c", "https://user:pw@host/x?sig=1", "oci://ghcr.io/team/x", "file:///a", "http://localhost:80/x", "http://[::1]/x"]
 )
 def test_remote_caches(url: str) -> None:
-    assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote == url
+    assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote.reveal() == url
 
 
 @pytest.mark.parametrize(
