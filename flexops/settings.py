@@ -33,6 +33,7 @@ _COMPILER_VARIABLES = (
 _DEFAULT_CACHE_BYTES = 5 * 2**30
 _DEFAULT_TIMEOUT = 3600
 _DEFAULT_WAIT = 60
+_DEFAULT_REMOTE_TIMEOUT = 10.0
 _REMOTES = ("s3", "gs", "az", "https", "oci", "file")
 _NEAR = ("localhost", "127.0.0.1", "[::1]")
 _MOST_DIGITS = 9
@@ -79,7 +80,10 @@ class Settings(NamedTuple):
             ``~/.cache/flexops-verified``; None without ``cache_trusted_keys``.
         cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az, https, oci, file); empty for none.
         cache_remote_write: ``FLEXOPS_CACHE_REMOTE_WRITE``: 1 puts there what is compiled here.
-        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take (default 1), and all that come to nothing together.
+        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take
+            (default 10), and that look-ups in vain may take together.
+        cache_remote_http: ``FLEXOPS_CACHE_REMOTE_HTTP``: 1 allows HTTP without encryption to other
+            machines, too.
         compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another machine's that compiles the same (default 60); 0: never.
         record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for ``flexops warm``; None for none.
         fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native kernel? allow, warn (default) or forbid.
@@ -144,7 +148,8 @@ class Settings(NamedTuple):
     cache_copies: Path | None = None
     cache_remote: SecretUrl = SecretUrl()
     cache_remote_write: bool = False
-    cache_remote_timeout: float = 1.0
+    cache_remote_timeout: float = _DEFAULT_REMOTE_TIMEOUT
+    cache_remote_http: bool = False
     compile_wait: int = 60
     record: Path | None = None
     image: str = ""
@@ -185,9 +190,13 @@ class Settings(NamedTuple):
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
-            cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", "")),
+            cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", ""), plain := _plain(environ)),
             cache_remote_write=_choice(environ, "FLEXOPS_CACHE_REMOTE_WRITE", "0", ("0", "1")) == "1",
-            cache_remote_timeout=_seconds("FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""), 1.0),
+            cache_remote_timeout=_seconds(
+                "FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""),
+                _DEFAULT_REMOTE_TIMEOUT,
+            ),
+            cache_remote_http=plain,
             compile_wait=_whole(environ, "FLEXOPS_COMPILE_WAIT", 0, _DEFAULT_WAIT),
             record=_path(environ, "FLEXOPS_RECORD"),
             image=get("FLEXOPS_IMAGE_TARGET", ""),
@@ -267,9 +276,14 @@ def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int
     return int(text)
 
 
-def _remote(text: str) -> SecretUrl:
-    """A remote cache's URL. Unencrypted HTTP is for servers on this machine: whoever listens in on
-    a network could answer with a library of their own. The error prints no secrets.
+def _plain(environ: Mapping[str, str]) -> bool:
+    return _choice(environ, "FLEXOPS_CACHE_REMOTE_HTTP", "0", ("0", "1")) == "1"
+
+
+def _remote(text: str, plain: bool) -> SecretUrl:
+    """A remote cache's URL. HTTP without encryption is for servers on this machine unless
+    ``plain``: on a network another machine could answer with a library of its own. The error
+    prints no secrets.
     """
     text = text.strip()
     if not text:
@@ -278,8 +292,9 @@ def _remote(text: str) -> SecretUrl:
 
     scheme, separator, rest = text.partition("://")
     place = re.split("[/?#]", rest)[0]
-    near = scheme == "http" and is_loopback(place)
+    near = scheme == "http" and (plain or is_loopback(place))
     required = " | ".join(f"{name}://..." for name in _REMOTES)
+    required += "; http:// for this machine, or with FLEXOPS_CACHE_REMOTE_HTTP=1"
     fix = "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
     if not (near or scheme in _REMOTES) or not rest or not text.isprintable() or " " in text:
         found = "/".join(redacted(text).split("/")[:3]) if separator else "no ://"
