@@ -9,6 +9,7 @@ Waiting is a matter of time only. Whatever is received goes through what `flexop
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import socket
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .. import settings
 from ..errors import FlexopsError
-from . import cache_archive, counters
+from . import cache_archive, counters, progress
 
 if TYPE_CHECKING:
     from .cache import BuildCache, Entry
@@ -62,6 +63,20 @@ def between(cache: BuildCache) -> Election | None:
     if cache.remote and cache.remote.claims:
         return _Claims(cache.remote, cache, seconds)
     return None
+
+
+def speaks(topic: str) -> bool:
+    """Whether this process is the one of its job that warns of something.
+
+    The ranks of ``torch.distributed`` agree: the first one does. Before it is initialised rank 0
+    does. A process that is no rank of a job always does.
+    """
+    if store := _ranks():
+        with contextlib.suppress(RuntimeError):
+            key = hashlib.sha256(topic.encode()).hexdigest()
+            return bool(store.add(f"flexops/said/{key}", 1) == 1)
+    rank = progress.job_rank()
+    return rank is None or rank[0] == "0"
 
 
 def _ranks() -> Any:

@@ -63,8 +63,14 @@ def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
 
 def place() -> str:
     """``" (rank 3 of 8 on node7)"``, ``" (on node7)"`` with a remote cache alone, otherwise ""."""
+    if rank := job_rank():
+        return f" (rank {rank[0]} of {rank[1]} on {socket.gethostname()})"
+    return f" (on {socket.gethostname()})" if current().cache_remote else ""
+
+
+def job_rank() -> tuple[str, str] | None:
+    """This process's rank and its job's size, of torchrun or Slurm; None if it is alone."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if os.environ.get(rank) and os.environ.get(size, "1") != "1":
-            where = f"rank {os.environ[rank]} of {os.environ[size]} on {socket.gethostname()}"
-            return f" ({where})"
-    return f" (on {socket.gethostname()})" if current().cache_remote else ""
+            return os.environ[rank], os.environ[size]
+    return None

@@ -22,7 +22,9 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +50,7 @@ _GRACE_SECONDS = 5.0  # beyond the limit, which the client observes by itself
 _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0
 _READS = 3
+_NO_PLACE = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _SHORTEST_SETTLE, _LONGEST_SETTLE = 0.5, 5.0
 _HINT_BYTES = 4 << 20
 
@@ -58,6 +61,15 @@ class Object(NamedTuple):
     name: str
     size: int
     changed: float
+
+
+class Check(NamedTuple):
+    """One thing that was tried, what came of it, and what fixes it; ``ok`` is None if untested."""
+
+    what: str
+    ok: bool | None
+    found: str
+    fix: str = ""
 
 
 def of(chosen: Settings) -> Remote | None:
@@ -273,6 +285,64 @@ class Remote:
         if not self._ask({"do": "get", "name": name, "file": str(file), "most": most}, 600.0)["found"]:
             raise RemoteError(f"{self.name} has no {name}", fix="flexops cache remote list")
 
+    def check(self) -> Iterator[Check]:
+        """Try all that a build does, with an object of its own that is removed at the end."""
+        token = os.urandom(8).hex()
+        name = f"flexops-check/{token}.check.json"
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "object")
+            file.write_text(token)
+            get = {"do": "get", "name": name, "file": str(Path(folder, "read")), "most": 1 << 20}
+            started = time.monotonic()
+            answer = yield from self._checked("client, credentials and read", get)
+            if answer is None:
+                return
+            if _NO_PLACE.search(str(answer.get("why", ""))):
+                yield Check("place", False, scrubbed(answer["why"]), "make the bucket")
+                return
+            first = time.monotonic() - started
+            later = sorted(self._ask(get, self.limit)["seconds"] for _ in range(5))[2]
+            fast = later < _QUICK_SECONDS
+            found = f"{1e3 * later:.0f} ms for a look-up; {first:.1f} s with the client's start"
+            yield Check("latency", fast, found, "" if fast else "use a store that is nearer")
+            if not self.writes:
+                fix = "export FLEXOPS_CACHE_REMOTE_WRITE=1"
+                yield Check("write", None, self.unwritten, fix)
+                return
+            yield from self._check_writes(name, file, get)
+
+    def _check_writes(self, name: str, file: Path, get: dict[str, Any]) -> Iterator[Check]:
+        create = {"do": "create", "name": name, "file": str(file)}
+        if (yield from self._checked("write", create)) is None:
+            return
+        answer = yield from self._checked("read back", get)
+        if answer and not (answer["found"] and _same(get["file"], file)):
+            yield Check("read back", False, "another content than was written")
+        answer = self._ask(create, self.limit + _GRACE_SECONDS)
+        if not answer["conditional"]:
+            found = "none: processes agree who compiles by reading claims again after a pause"
+        elif answer["made"]:
+            found = "ignored: processes agree who compiles by reading claims again after a pause"
+        else:
+            found = "honoured"
+        yield Check("conditional put", True, found)
+        yield from self._checked("remove", {"do": "remove", "name": name}, needed=False)
+
+    def _checked(
+        self, what: str, asked: dict[str, Any], *, needed: bool = True
+    ) -> Generator[Check, None, dict[str, Any] | None]:
+        try:
+            answer = self._ask(asked, 2 * self.limit + _GRACE_SECONDS)
+        except RemoteError as error:
+            own = error.fix != "flexops cache remote check"
+            yield Check(what, False if needed else None, error.found, error.fix if own else "")
+            return None
+        except TimeoutError:
+            yield Check(what, False, f"no answer within {self.limit:g} s", "see its server's log")
+            return None
+        yield Check(what, True, f"{answer['seconds']:.3f} s")
+        return answer
+
     # ---- requests -----------------------------------------------------------------------------------------------------------------------
 
     def _get(self, name: str, file: Path, most: int) -> str | None:
@@ -387,6 +457,10 @@ def _worker(url: str, limit: float, plain: bool) -> JsonChild:
     error = ClientError(what, found=found, fix=fix)
     error.missing = bool(missing)
     raise error
+
+
+def _same(one: str, other: Path) -> bool:
+    return Path(one).read_bytes() == other.read_bytes()
 
 
 def entry_name(name: str, key: str) -> str:

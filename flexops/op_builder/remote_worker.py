@@ -99,8 +99,8 @@ class Bucket:
                 result = self.library.get(self.store, name)
                 _write(file, result.stream(min_chunk_size=1 << 20), most)
                 break
-            except (self.library.exceptions.NotFoundError, FileNotFoundError):
-                return {"found": False}
+            except (self.library.exceptions.NotFoundError, FileNotFoundError) as error:
+                return {"found": False, "why": _cause(str(error))}
             except Exception as error:
                 if nap is None or not _HALF_WRITTEN.search(str(error)):
                     raise

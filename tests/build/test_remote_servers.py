@@ -7,6 +7,8 @@ from __future__ import annotations
 import http.server
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from urllib.parse import quote
 
 import pytest
 import remote_stores as stores
-from builds import answer, tiny_plan
+from builds import answer, child_environment, tiny_plan
 from remote_machines import Machines, Open, claim
 
 from flexops.op_builder import builder, counters, remote
@@ -324,3 +326,109 @@ def test_a_build_that_fails_says_that_it_compiled(
     with progress.shown("tiny-cpu", "info") as report:
         assert builder.obtain([plan], BuildCache(tmp_path / "c"), progress=report)[0].error
     assert "compiling tiny-cpu took" in capsys.readouterr().err
+
+
+# ---- flexops cache remote check ------------------------------------------------------------------
+
+
+def checked(url: str, **options: Any) -> dict[str, remote.Check]:
+    there = Remote(url, limit=5.0, **options)
+    try:
+        return {one.what: one for one in there.check()}
+    finally:
+        if there._worker:
+            there._worker.stop()
+
+
+def test_a_check_tries_everything_and_leaves_nothing(url: str, tmp_path: Path) -> None:
+    found = checked(url, write=True)
+    assert [one for one in found.values() if one.ok is False] == []
+    assert "reading claims again" in found["conditional put"].found
+    assert "remove" in found
+    found = checked(f"file://{tmp_path}/store", write=True)
+    assert found["conditional put"].found == "honoured"
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+    assert checked(url, write=False)["write"].ok is None
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("http://127.0.0.1:1/x", "Connection refused"),
+        ("https://store.invalid/x", "failed to lookup address"),
+        ("s3://was-never-there/x", "NoSuchBucket"),
+        ("https://{nginx}/x", "UnknownIssuer"),
+        ("https://me:wrong@{nginx}/x", "401"),
+        ("oci://{registry}/x", "requires a user and password"),
+    ],
+)
+def test_a_check_names_the_cause(
+    url: str, cause: str, s3_address: str, nginx: tuple[str, Path], registry: tuple[str, str],
+    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    assert opened
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    if "wrong" in url:
+        monkeypatch.setenv("SSL_CERT_FILE", str(nginx[1]))
+    place = nginx[0].rpartition("@")[2]
+    found = checked(url.format(nginx=place, registry=registry[0]), write=True)
+    failed = [one for one in found.values() if one.ok is False]
+    assert len(failed) == 1
+    assert cause in failed[0].found
+
+
+def test_check_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from flexops import settings
+    from flexops.cli._app import app
+
+    for store, status in ((f"file://{tmp_path}/s", 0), ("http://127.0.0.1:1/x", 1)):
+        monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", store)
+        monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_WRITE", "1")
+        settings.current.cache_clear()
+        done = CliRunner().invoke(app, ["cache", "remote", "check"])
+        assert done.exit_code == status, done.output
+        assert ("FAILED" in done.output) is bool(status)
+        there = remote.of(settings.current())
+        assert there
+        if there._worker:
+            there._worker.stop()
+    settings.current.cache_clear()
+
+
+# ---- one warning for each job --------------------------------------------------------------------
+
+FALLS_BACK = """
+import os, warnings
+import torch.distributed as dist
+if {initialised}:
+    dist.init_process_group("gloo")
+from flexops.op_builder import counters, loader
+from flexops.op_builder.loader import OpStatus
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loader._announce(OpStatus("rope", "cpu", "reference", "no compiler"))
+count = counters.cache_stats()["fallbacks"]["count"]
+open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(f"{{len(caught)}} {{count}}")
+if {initialised}:
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("initialised", [True, False])
+def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_path: Path) -> None:
+    script, said = tmp_path / "rank.py", tmp_path / "said"
+    said.mkdir()
+    script.write_text(FALLS_BACK.format(initialised=initialised, folder=str(said)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = child_environment(OMP_NUM_THREADS="1", FLEXOPS_CACHE_DIR=str(tmp_path / "c"))
+    done = subprocess.run(
+        [*command, "--nproc-per-node=3", str(script)], env=environment, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.read_text() for path in said.iterdir()) == ["0 1", "0 1", "1 1"]
+    text = counters.prometheus(counters.of_cache(tmp_path / "c"))
+    assert "flexops_fallbacks_total 3" in text.splitlines()
