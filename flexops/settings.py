@@ -33,10 +33,37 @@ _COMPILER_VARIABLES = (
 _DEFAULT_CACHE_BYTES = 5 * 2**30
 _DEFAULT_TIMEOUT = 3600
 _DEFAULT_WAIT = 60
+_DEFAULT_REMOTE_TIMEOUT = 10.0
 _REMOTES = ("s3", "gs", "az", "https", "oci", "file")
 _NEAR = ("localhost", "127.0.0.1", "[::1]")
 _MOST_DIGITS = 9
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class SecretUrl:
+    """A URL that may hold a password. It prints without one; ``reveal()`` returns all of it."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        from .redaction import redacted
+
+        return redacted(self._text)
 
 
 class Settings(NamedTuple):
@@ -53,7 +80,10 @@ class Settings(NamedTuple):
             ``~/.cache/flexops-verified``; None without ``cache_trusted_keys``.
         cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az, https, oci, file); empty for none.
         cache_remote_write: ``FLEXOPS_CACHE_REMOTE_WRITE``: 1 puts there what is compiled here.
-        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take (default 1), and all that come to nothing together.
+        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take
+            (default 10), and that look-ups in vain may take together.
+        cache_remote_http: ``FLEXOPS_CACHE_REMOTE_HTTP``: 1 allows HTTP without encryption to other
+            machines, too.
         compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another machine's that compiles the same (default 60); 0: never.
         record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for ``flexops warm``; None for none.
         fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native kernel? allow, warn (default) or forbid.
@@ -119,9 +149,10 @@ class Settings(NamedTuple):
     cache_signing_key: Path | None = None
     cache_trusted_keys: Path | None = None
     cache_copies: Path | None = None
-    cache_remote: str = ""
+    cache_remote: SecretUrl = SecretUrl()
     cache_remote_write: bool = False
-    cache_remote_timeout: float = 1.0
+    cache_remote_timeout: float = _DEFAULT_REMOTE_TIMEOUT
+    cache_remote_http: bool = False
     compile_wait: int = 60
     record: Path | None = None
     image: str = ""
@@ -163,9 +194,13 @@ class Settings(NamedTuple):
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
-            cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", "")),
+            cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", ""), plain := _plain(environ)),
             cache_remote_write=_choice(environ, "FLEXOPS_CACHE_REMOTE_WRITE", "0", ("0", "1")) == "1",
-            cache_remote_timeout=_seconds("FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""), 1.0),
+            cache_remote_timeout=_seconds(
+                "FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""),
+                _DEFAULT_REMOTE_TIMEOUT,
+            ),
+            cache_remote_http=plain,
             compile_wait=_whole(environ, "FLEXOPS_COMPILE_WAIT", 0, _DEFAULT_WAIT),
             record=_path(environ, "FLEXOPS_RECORD"),
             image=get("FLEXOPS_IMAGE_TARGET", ""),
@@ -245,17 +280,44 @@ def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int
     return int(text)
 
 
-def _remote(text: str) -> str:
-    """A remote cache's URL. Unencrypted HTTP only from this machine: who listens in could answer with a library of his own. The error tells no secrets."""
+def _plain(environ: Mapping[str, str]) -> bool:
+    return _choice(environ, "FLEXOPS_CACHE_REMOTE_HTTP", "0", ("0", "1")) == "1"
+
+
+def _remote(text: str, plain: bool) -> SecretUrl:
+    """A remote cache's URL. HTTP without encryption is for servers on this machine unless
+    ``plain``: on a network another machine could answer with a library of its own. The error
+    prints no secrets.
+    """
     text = text.strip()
+    if not text:
+        return SecretUrl()
+    from .redaction import redacted
+
     scheme, separator, rest = text.partition("://")
-    place = rest.partition("/")[0].partition("?")[0].partition("#")[0].rpartition("@")[2]
-    near = scheme == "http" and (place if place in _NEAR else place.rpartition(":")[0]) in _NEAR
-    if text and not (separator and rest and text.isprintable() and " " not in text and (near or scheme in _REMOTES)):
-        required = " | ".join(f"{name}://..." for name in _REMOTES)
-        found, fix = _shortened(f"{scheme}://{place}") if separator else "no ://", "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
-        raise SettingsError("FLEXOPS_CACHE_REMOTE is no URL of a store", found=found, required=required, fix=fix)
-    return text
+    place = re.split("[/?#]", rest)[0]
+    near = scheme == "http" and (plain or is_loopback(place))
+    required = " | ".join(f"{name}://..." for name in _REMOTES)
+    required += "; http:// for this machine, or with FLEXOPS_CACHE_REMOTE_HTTP=1"
+    fix = "export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix"
+    if not (near or scheme in _REMOTES) or not rest or not text.isprintable() or " " in text:
+        found = "/".join(redacted(text).split("/")[:3]) if separator else "no ://"
+        what = "FLEXOPS_CACHE_REMOTE is no URL of a store"
+        raise SettingsError(what, found=_shortened(found), required=required, fix=fix)
+    if scheme in ("http", "https") and "@" in rest[len(place) :]:
+        raise SettingsError(
+            "FLEXOPS_CACHE_REMOTE has an @ behind its first / ? or #", found=redacted(text),
+            required="in user and password: %2F for /, %3F for ?, %23 for #; in a path: %40 for @",
+            fix="python -c \"import getpass, urllib.parse as u; print(u.quote(getpass.getpass(), ''))\"",
+        )  # fmt: skip
+    return SecretUrl(text)
+
+
+def is_loopback(place: str) -> bool:
+    """Whether ``host``, ``host:port`` or ``user@host:port`` is on this machine."""
+    place = place.rpartition("@")[2]
+    host = place if place in _NEAR else place.rpartition(":")[0]
+    return host in _NEAR
 
 
 def _seconds(name: str, text: str, default: float) -> float:

@@ -215,10 +215,10 @@ class InProcess:
     alive = True
     bucket: Any = None
 
-    def __init__(self, url: str, limit: float) -> None:
+    def __init__(self, url: str, limit: float, plain: bool) -> None:
         from flexops.op_builder import remote_worker
 
-        InProcess.bucket = InProcess.bucket or remote_worker.Bucket(url, limit)
+        InProcess.bucket = InProcess.bucket or remote_worker.Bucket(url, limit, plain)
 
     def ask(self, asked: dict[str, Any], _limit: float) -> dict[str, Any]:
         from flexops.op_builder import remote_worker

@@ -20,6 +20,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cache clear": ("flexops cache clear", "flexops cache clear norm-cpu"),
     "cache export": ("flexops cache export kernels.tar.gz",),
     "cache import": ("flexops cache import kernels.tar.gz",),
+    "cache remote check": ("FLEXOPS_CACHE_REMOTE_WRITE=1 flexops cache remote check",),
     "cache remote list": ("flexops cache remote list",),
     "cache remote prune": ("flexops cache remote prune --older-than 30d --max-size 10G",),
     "cache remote verify": ("flexops cache remote verify", "flexops cache remote verify --remove"),

@@ -37,6 +37,25 @@ def list_objects(as_json: Json = False) -> None:
 
 
 @app.command()
+def check(as_json: Json = False) -> None:
+    """Try what a build does: credentials, a look-up, latency, and with FLEXOPS_CACHE_REMOTE_WRITE=1
+    a put, a conditional put and a removal. Exits with 1 if something fails."""
+    store, failed, rows = remote.required(settings.current()), False, []
+    for one in store.check():
+        failed |= one.ok is False
+        rows.append(one._asdict())
+        if not as_json:
+            status = {True: "ok", False: "FAILED", None: "-"}[one.ok]
+            typer.echo(f"{status:<8}{one.what}: {one.found}")
+            if one.fix:
+                typer.echo(f"        fix: {one.fix}")
+    if as_json:
+        typer.echo(json.dumps({"url": store.name, "checks": rows}, indent=1))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def verify(remove: Annotated[bool, typer.Option("--remove", help="Remove those that are not whole, or not signed as they should be.")] = False) -> None:
     """Fetch every entry and verify it, as a machine that needs it does (with FLEXOPS_CACHE_TRUSTED_KEYS, its signature too). Nothing is opened."""
     chosen = settings.current()

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import _json
+from .. import _json, trust
 
 Tier = Literal["installed", "cache", "remote", "ranks", "compiler", "published"]
 TIERS: tuple[Tier, ...] = ("installed", "cache", "remote", "ranks", "compiler", "published")
@@ -20,6 +20,11 @@ FIELDS = ("hits", "misses", "bytes", "seconds")
 _MOST_BYTES = 4 << 20
 WRITTEN: tuple[Tier, ...] = ("remote", "ranks", "compiler", "published")
 """Those that are no warm start."""
+Event = Literal["fallbacks", "remote_given_up"]
+EVENTS: dict[Event, str] = {
+    "fallbacks": "Operators and device types that run as plain PyTorch",
+    "remote_given_up": "Pauses after a failure of the remote cache",
+}
 
 Totals = dict[str, dict[str, float]]
 
@@ -27,7 +32,8 @@ _lock = threading.Lock()
 
 
 def _none() -> Totals:
-    return {tier: dict.fromkeys(FIELDS, 0) for tier in TIERS}
+    tiers: Totals = {tier: dict.fromkeys(FIELDS, 0) for tier in TIERS}
+    return tiers | {event: {"count": 0} for event in EVENTS}
 
 
 _totals = _none()
@@ -43,8 +49,20 @@ def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 
             _append(root / ".stats.jsonl", json.dumps(event))
 
 
+def count_event(event: Event, root: Path) -> None:
+    """Count what is no look-up."""
+    with _lock:
+        _add(_totals, {"event": event})
+    with contextlib.suppress(OSError):
+        trust.make_directory(str(root))  # what falls back may have compiled nothing yet
+        _append(root / ".stats.jsonl", json.dumps({"event": event}))
+
+
 def cache_stats() -> Totals:
     """What this process got from where: for each tier of the cache ``hits``, ``misses``, ``bytes`` and ``seconds``.
+
+    ``fallbacks`` and ``remote_given_up`` have a ``count``: how often an operator runs as plain
+    PyTorch, and how often the remote cache was not asked for a while after a failure.
 
     The tiers are in the order in which they are asked: ``installed``, ``cache``, ``remote``, ``ranks`` (another process of the job), ``compiler``; what
     was put into the remote cache is ``published``.
@@ -74,11 +92,18 @@ def prometheus(totals: Totals) -> str:
     for field, what in described.items():
         metric = f"flexops_cache_{field}_total"
         lines += [f"# HELP {metric} {what}, by tier of the cache.", f"# TYPE {metric} counter"]
-        lines += [f'{metric}{{tier="{tier}"}} {row[field]:g}' for tier, row in totals.items()]
+        lines += [f'{metric}{{tier="{tier}"}} {totals[tier][field]:g}' for tier in TIERS]
+    for event, what in EVENTS.items():
+        metric = f"flexops_{event}_total"
+        lines += [f"# HELP {metric} {what}.", f"# TYPE {metric} counter"]
+        lines += [f"{metric} {totals[event]['count']:g}"]
     return "\n".join(lines) + "\n"
 
 
 def _add(totals: Totals, event: dict[str, Any]) -> None:
+    if "event" in event:
+        totals[event["event"]]["count"] += 1
+        return
     row = totals[event["tier"]]
     row["hits" if event["hit"] else "misses"] += 1
     row["bytes"] += event["bytes"]

@@ -9,6 +9,7 @@ Waiting is a matter of time only. Whatever is received goes through what `flexop
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import socket
@@ -19,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .. import settings
 from ..errors import FlexopsError
-from . import cache_archive, counters
+from . import cache_archive, counters, progress
 
 if TYPE_CHECKING:
     from .cache import BuildCache, Entry
     from .remote import Remote
 
 _MOST_BYTES = 64 << 20
-_FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
+_FIRST_NAP, _LONGEST_NAP, _NAP_SHARE = 0.05, 5.0, 0.15
 _CLAIMED = "claim"
 
 Look = Callable[[], "Entry | None"]
@@ -62,6 +63,20 @@ def between(cache: BuildCache) -> Election | None:
     if cache.remote and cache.remote.claims:
         return _Claims(cache.remote, cache, seconds)
     return None
+
+
+def speaks(topic: str) -> bool:
+    """Whether this process is the one of its job that warns of something.
+
+    The ranks of ``torch.distributed`` agree: the first one does. Before it is initialised rank 0
+    does. A process that is no rank of a job always does.
+    """
+    if store := _ranks():
+        with contextlib.suppress(RuntimeError):
+            key = hashlib.sha256(topic.encode()).hexdigest()
+            return bool(store.add(f"flexops/said/{key}", 1) == 1)
+    rank = progress.job_rank()
+    return rank is None or rank[0] == "0"
 
 
 def _ranks() -> Any:
@@ -127,54 +142,65 @@ class _Ranks:
 
 
 class _Claims:
-    """A claim is believed until the time that stands in it, by the clocks of those who read it: a wrong clock costs a second compile, or a longer wait."""
+    """A claim is believed until the time that stands in it, by the clocks of those who read it: a
+    wrong clock costs a second compile, or a longer wait.
+    """
 
     def __init__(self, remote: Remote, cache: BuildCache, seconds: float) -> None:
         self.remote, self.cache, self.seconds = remote, cache, seconds
 
     def begin(self, name: str, digest: str, remote: Look) -> Entry | Turn:
-        if self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim()) is False:
-            found = self.remote.hint(self.cache, name, digest, _CLAIMED)
-            if found and not found[0].get("failed") and (_is_held(found[0]) or self._take(name, digest, found[1]) is False):
-                return "wait"
+        found = self.remote.hint(self.cache, name, digest, _CLAIMED)
+        if found and _is_held(found[0]):
+            return "wait"
+        if not (found and found[0].get("failed")) and self._take(name, digest, found) is False:
+            return "wait"
         entry = remote()  # its maker may have been done between our look and our claim
         if entry:
             self.deliver(name, digest, entry)
         return entry or "make"
 
     def deliver(self, name: str, digest: str, entry: Entry | None) -> None:
-        """Of a failure the claim tells: or each of a thousand would try in turn what cannot be compiled. It is not removed: not who may write may do that."""
-        value = {**self._claim(), "until": 0} if entry else {**self._claim(), "failed": True}
+        """A failure is written into the claim, or each of a thousand machines would try in turn
+        what cannot be compiled. The claim is not removed: that takes a permission of its own.
+        """
+        value = self._claim() | ({"until": 0} if entry else {"failed": True})
         self.remote.leave(self.cache, name, digest, _CLAIMED, value, replace="")
 
     def receive(self, name: str, digest: str, _local: Look, remote: Look) -> Entry | None:
         for _ in _naps(self.seconds):
             found = self.remote.hint(self.cache, name, digest, _CLAIMED)
-            if found and _is_held(found[0]) and not found[0].get("failed"):
+            if found and _is_held(found[0]):
                 continue
             entry = remote()
-            if not entry and found and not found[0].get("failed"):
-                self._take(name, digest, found[1])  # so that who comes now waits for this process
-            return entry
+            if entry or not found or found[0].get("failed"):
+                return entry
+            if self._take(name, digest, found) is not False:
+                return None  # this process makes it, and others wait for that
         return remote()
 
-    def _take(self, name: str, digest: str, tag: str) -> bool | None:
-        """Take over the claim of one who is late; False: another one did."""
-        return self.remote.leave(self.cache, name, digest, _CLAIMED, self._claim(), replace=tag)
+    def _take(self, name: str, digest: str, found: tuple[dict[str, Any], str] | None) -> bool | None:
+        """Claim it, or take over the claim of a process that is late; False: another one did."""
+        tag = found[1] if found else None
+        value = self._claim()
+        return self.remote.claim(self.cache, name, digest, value, replace=tag)
 
     def _claim(self) -> dict[str, Any]:
-        return {"until": time.time() + self.seconds, "by": f"{socket.gethostname()}:{os.getpid()}"}
+        by = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(6).hex()}"
+        return {"until": time.time() + self.seconds, "by": by}
 
 
 def _is_held(claim: dict[str, Any]) -> bool:
     until = claim.get("until")
-    return isinstance(until, int | float) and until > time.time()
+    return isinstance(until, int | float) and until > time.time() and not claim.get("failed")
 
 
 def _naps(seconds: float) -> Iterator[None]:
-    """Once at the start, then after naps that grow, each of another length than other processes', until so many seconds have passed."""
-    until, nap = time.monotonic() + seconds, _FIRST_NAP
-    while time.monotonic() < until:
+    """Once at the start, then after naps of about a seventh of the time waited so far, each of
+    another length than other processes', until so many seconds have passed.
+    """
+    started = time.monotonic()
+    while (waited := time.monotonic() - started) < seconds:
         yield
-        time.sleep(min(nap * random.uniform(0.5, 1.5), max(0.0, until - time.monotonic())))
-        nap = min(nap * 1.5, _LONGEST_NAP)
+        nap = min(max(_FIRST_NAP, _NAP_SHARE * waited), _LONGEST_NAP) * random.uniform(0.5, 1.5)
+        time.sleep(min(nap, max(0.0, seconds - (time.monotonic() - started))))

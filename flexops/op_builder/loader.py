@@ -129,7 +129,13 @@ def _remote_of(chosen: settings.Settings) -> Remote | None:
 
 
 def _announce(status: OpStatus) -> None:
-    if status.backend == "reference" and settings.current().fallback == "warn":
+    if status.backend != "reference":
+        return
+    from . import election
+
+    counters.count_event("fallbacks", settings.current().cache_dir)
+    topic = f"fallback {status.op} {status.device} {status.reason}"
+    if settings.current().fallback == "warn" and election.speaks(topic):
         fix = f"\n  fix: {status.fix}" if status.fix else ""
         message = f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n  silence: FLEXOPS_FALLBACK=allow"
         warnings.warn(message, FallbackWarning, stacklevel=5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 
-from ..settings import LogLevel
+from ..settings import LogLevel, current
 from .compiler import Progress
 
 
@@ -19,14 +21,27 @@ def say(text: str, log: LogLevel) -> None:
 
 @contextlib.contextmanager
 def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
-    """A progress callback while ``what`` is built. Writes to standard error only, and nothing at all with ``quiet``."""
+    """A progress callback while ``what`` is built. Writes to standard error only, and nothing at all with ``quiet``.
+
+    Without a terminal it writes one line, in the process that compiled: of all that wait for the
+    same artifact only one does.
+    """
     if log == "quiet":
         yield None
         return
     if not sys.stderr.isatty():
-        started = time.monotonic()
-        yield None
-        print(f"flexops: compiling {what} took {time.monotonic() - started:.1f} s", file=sys.stderr)  # whether or not it went well
+        started, steps = time.monotonic(), 0
+
+        def count(_finished: int, _total: int, _step: str) -> None:
+            nonlocal steps
+            steps += 1
+
+        try:
+            yield count
+        finally:
+            if steps:
+                seconds = f"{time.monotonic() - started:.1f} s"
+                print(f"flexops: compiling {what} took {seconds}{place()}", file=sys.stderr)
         return
     try:
         from rich.console import Console
@@ -44,3 +59,18 @@ def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
             bar.update(task, completed=finished, total=total, description=step)
 
         yield report
+
+
+def place() -> str:
+    """``" (rank 3 of 8 on node7)"``, ``" (on node7)"`` with a remote cache alone, otherwise ""."""
+    if rank := job_rank():
+        return f" (rank {rank[0]} of {rank[1]} on {socket.gethostname()})"
+    return f" (on {socket.gethostname()})" if current().cache_remote else ""
+
+
+def job_rank() -> tuple[str, str] | None:
+    """This process's rank and its job's size, of torchrun or Slurm; None if it is alone."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if os.environ.get(rank) and os.environ.get(size, "1") != "1":
+            return os.environ[rank], os.environ[size]
+    return None

@@ -6,6 +6,8 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import json
+import os
 import shutil
 import socket
 import ssl
@@ -28,6 +30,37 @@ version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
 storage: {{filesystem: {{rootdirectory: {root}}}, delete: {{enabled: true}}}}
 http: {{addr: 127.0.0.1:{port}}}
+"""
+USER, PASSWORD = "tests", "tests-own/pass?word#1"
+_HTPASSWD = f"{USER}:$2b$05$tUCEiQHkB.hN.dT.iupn2uMbTKRTu8MelqtMZXPlRgxtF1tSRoxEa\n"
+_NGINX = """
+{user}
+daemon off;
+worker_processes 2;
+pid {folder}/nginx.pid;
+error_log {folder}/error.log;
+events {{}}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/body;
+  proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi;
+  scgi_temp_path {folder}/scgi;
+  server {{
+    listen 127.0.0.1:{port} ssl;
+    ssl_certificate {certificate};
+    ssl_certificate_key {key};
+    auth_basic "tests";
+    auth_basic_user_file {folder}/users;
+    root {folder}/www;
+    client_max_body_size 1g;
+    location / {{
+      dav_methods PUT DELETE;
+      create_full_put_path on;
+    }}
+  }}
+}}
 """
 
 
@@ -118,10 +151,14 @@ def wait_for(address: str) -> None:
 
 
 @contextlib.contextmanager
-def oci(program: str, folder: Path) -> Iterator[str]:
-    """Debian's docker-registry: its host and port."""
+def oci(program: str, folder: Path, *, users: bool = False) -> Iterator[str]:
+    """Debian's docker-registry: its host and port. With ``users``, it asks for a password."""
     port = free_port()
-    (folder / "registry.yml").write_text(_REGISTRY.format(root=folder / "registry", port=port))
+    configuration = _REGISTRY.format(root=folder / "registry", port=port)
+    if users:
+        (folder / "users").write_text(_HTPASSWD)
+        configuration += f"auth: {{htpasswd: {{realm: tests, path: {folder / 'users'}}}}}\n"
+    (folder / "registry.yml").write_text(configuration)
     process = subprocess.Popen([program, "serve", str(folder / "registry.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/")
@@ -131,18 +168,93 @@ def oci(program: str, folder: Path) -> Iterator[str]:
         process.wait()
 
 
+def docker_login(folder: Path, place: str) -> str:
+    """A folder for DOCKER_CONFIG with the user's password, as ``docker login`` leaves it."""
+    secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    (folder / "docker").mkdir(exist_ok=True)
+    logins = {"auths": {place: {"auth": secret}}}
+    (folder / "docker" / "config.json").write_text(json.dumps(logins))
+    return str(folder / "docker")
+
+
+@contextlib.contextmanager
+def s3rver(program: str, folder: Path) -> Iterator[str]:
+    """A server of S3 that ignores the conditions of a put: its address."""
+    port = free_port()
+    command = [program, "-s", "-d", str(folder), "-p", str(port), "--configure-bucket", "bucket"]
+    process = subprocess.Popen([*command, "--allow-mismatched-signatures"])
+    try:
+        wait_for(f"http://127.0.0.1:{port}/")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def find_s3rver(folder: Path) -> str | None:
+    """s3rver, brought by npm; None where it cannot be had."""
+    if found := shutil.which("s3rver"):
+        return found
+    if npm := shutil.which("npm"):
+        command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder)]
+        subprocess.run([*command, "s3rver@3.7.1"], capture_output=True, check=False)
+    program = folder / "node_modules" / ".bin" / "s3rver"
+    return str(program) if program.exists() else None
+
+
+@contextlib.contextmanager
+def webdav(program: str, folder: Path, certificate: Path) -> Iterator[str]:
+    """nginx with TLS, its module for PUT, and a password: its URL without them."""
+    port = free_port()
+    for name in ("www", "body"):
+        (folder / name).mkdir()
+    hashed = hashlib.sha1(PASSWORD.encode()).digest()
+    (folder / "users").write_text(f"{USER}:{{SHA}}{base64.b64encode(hashed).decode()}\n")
+    user = "user root;" if os.geteuid() == 0 else ""
+    key = certificate.with_name("key.pem")
+    text = _NGINX.format(folder=folder, port=port, user=user, certificate=certificate, key=key)
+    (folder / "nginx.conf").write_text(text)
+    process = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf")])
+    try:
+        wait_for_port(port)
+        yield f"https://localhost:{port}"
+    finally:
+        process.terminate()  # the master ends its workers
+        process.wait()
+
+
+def wait_for_port(port: int) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        time.sleep(0.05)
+
+
 def find_registry(folder: Path) -> str | None:
-    """docker-registry, installed or unpacked from its package (which, installed, would start a service); None where neither can be had."""
-    if found := shutil.which("docker-registry"):
+    """docker-registry; None where it cannot be had."""
+    return _find_in_debian("docker-registry", "usr/bin/docker-registry", folder)
+
+
+def find_nginx(folder: Path) -> str | None:
+    """nginx; None where it cannot be had."""
+    return _find_in_debian("nginx", "usr/sbin/nginx", folder)
+
+
+def _find_in_debian(name: str, path: str, folder: Path) -> str | None:
+    """A program, installed, or unpacked from its package: installed, that would start a service."""
+    if found := shutil.which(name) or shutil.which(name, path="/usr/sbin"):
         return found
     if not shutil.which("apt-get"):
         return None
     for command in (["true"], ["apt-get", "update"]):
         subprocess.run(command, capture_output=True, check=False)
-        subprocess.run(["apt-get", "download", "docker-registry"], cwd=folder, capture_output=True, check=False)
-        for package in folder.glob("docker-registry_*.deb"):
+        fetch = ["apt-get", "download", name]
+        subprocess.run(fetch, cwd=folder, capture_output=True, check=False)
+        for package in folder.glob(f"{name}_*.deb"):
             subprocess.run(["dpkg", "-x", str(package), str(folder)], check=True)
-            return str(folder / "usr" / "bin" / "docker-registry")
+            return str(folder / path)
     return None
 
 

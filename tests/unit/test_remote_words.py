@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from flexops.op_builder.remote import entry_name, redacted, scrubbed
+from flexops.op_builder.remote import entry_name
+from flexops.redaction import redacted, scrubbed
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
     "url", ["s3://b/p", "gs://b", "az://a/c", "https://user:pw@host/x?sig=1", "oci://ghcr.io/team/x", "file:///a", "http://localhost:80/x", "http://[::1]/x"]
 )
 def test_remote_caches(url: str) -> None:
-    assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote == url
+    assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote.reveal() == url
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_is_no_remote_cache_is_refused_and_its_secrets_are_not_told(url: st
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 1.0), ("0.5", 0.5), ("20", 20.0)])
+@pytest.mark.parametrize(("text", "seconds"), [("", 10.0), ("0.5", 0.5), ("20", 20.0)])
 def test_seconds(text: str, seconds: float) -> None:
     assert read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text).cache_remote_timeout == seconds
 
@@ -172,3 +172,12 @@ def test_seconds(text: str, seconds: float) -> None:
 def test_no_seconds(text: str) -> None:
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE_TIMEOUT"):
         read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text)
+
+
+def test_http_to_another_machine_is_allowed_by_a_setting_of_its_own() -> None:
+    url = "http://store.example:9000/x"
+    with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:
+        read(FLEXOPS_CACHE_REMOTE=url)
+    assert "FLEXOPS_CACHE_REMOTE_HTTP=1" in str(caught.value)
+    chosen = read(FLEXOPS_CACHE_REMOTE=url, FLEXOPS_CACHE_REMOTE_HTTP="1")
+    assert (chosen.cache_remote.reveal(), chosen.cache_remote_http) == (url, True)

@@ -1,0 +1,97 @@
+"""Machines, and remote caches that end with a test: the fixtures of the tests of the remote cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import remote_stores as stores
+from builds import runs, tiny_plan, watched_compiler
+
+from flexops import settings
+from flexops.op_builder import builder
+from flexops.op_builder.cache import BuildCache, Entry
+from flexops.op_builder.plan import BuildPlan
+from flexops.op_builder.remote import Remote
+
+Open = Callable[..., Remote]
+
+
+@pytest.fixture(scope="module")
+def s3_address() -> Iterator[str]:
+    with stores.s3() as address:
+        yield address
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """``opened(url, write=True)``: a remote cache whose worker ends with the test."""
+    made: list[Remote] = []
+
+    def open_one(url: str, *, write: bool = True, limit: float = 20.0) -> Remote:
+        made.append(Remote(url, write=write, limit=limit))
+        return made[-1]
+
+    for name, value in stores.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    yield open_one
+    for one in made:
+        if one._worker:
+            one._worker.stop()
+
+
+@pytest.fixture
+def bad(opened: Open, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.BadStore]:
+    assert opened, "which sets the credentials"
+    server = stores.BadStore()
+    with stores.served(server) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield server
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``wait(seconds)``: how long other machines are waited for."""
+
+    def change(seconds: int) -> None:
+        monkeypatch.setenv("FLEXOPS_COMPILE_WAIT", str(seconds))
+        settings.current.cache_clear()
+
+    change(0)
+    yield change
+    monkeypatch.undo()
+    settings.current.cache_clear()
+
+
+class Machines:
+    """Machines with a cache each, the same sources, and a compiler that counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.compiler = str(watched_compiler(folder / "compiler", "g++"))
+
+    def plan(self, name: str = "tiny-cpu") -> BuildPlan:
+        return tiny_plan(self.folder / f"sources-{name}", name=name, compiler=self.compiler)
+
+    def cache(self, name: str, there: Remote | None, **options: Any) -> BuildCache:
+        return BuildCache(self.folder / "caches" / name, remote=there, **options)
+
+    def obtain(self, name: str, there: Remote | None, plan: BuildPlan | None = None, **options: Any) -> Entry:
+        return builder.obtain([plan or self.plan()], self.cache(name, there, **options))[0].require()
+
+    @property
+    def compiled(self) -> int:
+        return runs(self.folder / "compiler").count("link")
+
+
+@pytest.fixture
+def machines(tmp_path: Path, host_compiler: Any) -> Machines:
+    assert host_compiler
+    return Machines(tmp_path)
+
+
+def claim(there: Remote, machines: Machines, **value: Any) -> None:
+    plan = machines.plan()
+    assert there.leave(machines.cache("other", there), plan.name, builder._digest(plan), "claim", value, replace="")

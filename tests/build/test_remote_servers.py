@@ -1,0 +1,434 @@
+"""The remote cache against servers as sites run them, with passwords, TLS and conditions that are
+ignored: each artifact is compiled once, a failure is not for ever, and nothing leaves TLS.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import remote_stores as stores
+from builds import answer, child_environment, tiny_plan
+from remote_machines import Machines, Open, claim
+
+from flexops.op_builder import builder, counters, remote
+from flexops.op_builder.cache import BuildCache
+from flexops.op_builder.remote import Remote
+
+pytest_plugins = ("remote_machines",)
+Wait = Callable[[int], None]
+
+
+@pytest.fixture(scope="module")
+def s3rver(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("s3rver")
+    program = stores.find_s3rver(folder)
+    require(program, "s3rver", "npm install -g s3rver")
+    with stores.s3rver(str(program), folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[tuple[str, str]]:
+    """Its place, and a folder with a login."""
+    folder = tmp_path_factory.mktemp("registry")
+    program = stores.find_registry(folder)
+    require(program, "docker-registry", "apt-get install docker-registry")
+    with stores.oci(str(program), folder, users=True) as place:
+        yield place, stores.docker_login(folder, place)
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[tuple[str, Path]]:
+    """Its URL with a password, and its certificate."""
+    require(shutil.which("openssl"), "openssl", "apt-get install openssl")
+    folder = tmp_path_factory.mktemp("nginx")
+    program = stores.find_nginx(folder)
+    require(program, "nginx", "apt-get install nginx")
+    certificate = stores.certificate(folder)
+    with stores.webdav(str(program), folder, certificate) as url:
+        password = quote(stores.PASSWORD, safe="")
+        yield url.replace("://", f"://{stores.USER}:{password}@"), certificate
+
+
+@pytest.fixture(params=["s3rver", "oci", "https"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
+) -> str:
+    """A store without conditional puts."""
+    assert opened, "which sets other credentials"
+    name = f"b{abs(hash(str(tmp_path))) % 10**9}"
+    if request.param == "s3rver":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3rver"))
+        for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(variable, "S3RVER")
+        return f"s3://bucket/{name}"
+    if request.param == "oci":
+        place, login = request.getfixturevalue("registry")
+        monkeypatch.setenv("DOCKER_CONFIG", login)
+        return f"oci://{place}/team/{name}"
+    address, certificate = request.getfixturevalue("nginx")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    return f"{address}/{name}"
+
+
+def test_what_one_machine_compiled_the_others_fetch(
+    url: str, machines: Machines, opened: Open, wait: Wait
+) -> None:
+    assert wait
+    first, second = opened(url, limit=10.0), opened(url, limit=10.0, write=False)
+    assert answer(machines.obtain("first", first).library) == 42
+    assert answer(machines.obtain("second", second).library) == 42
+    assert (first.problem, first.unwritten, second.problem) == ("", "", "")
+    assert machines.compiled == 1
+
+
+def test_without_conditional_puts_one_of_many_compiles(
+    url: str, machines: Machines, opened: Open, wait: Wait
+) -> None:
+    """Eight machines that know of each other only through the store."""
+    wait(60)
+    plan, answers = machines.plan(), []
+
+    def run(name: str) -> None:
+        answers.append(machines.obtain(name, opened(url), plan).library)
+
+    threads = [threading.Thread(target=run, args=(f"machine{one}",)) for one in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert [answer(library) for library in answers] == [42] * 8
+    assert machines.compiled == 1
+
+
+def test_one_of_many_takes_over_a_claim_that_has_expired(
+    url: str, machines: Machines, opened: Open
+) -> None:
+    there = opened(url)
+    claim(there, machines, until=0, by="a process that is late")
+    plan = machines.plan()
+    name, digest, taken = plan.name, builder._digest(plan), []
+    found = there.hint(machines.cache("other", there), name, digest, "claim")
+    assert found
+
+    def take(number: int) -> None:
+        own = opened(url)
+        cache = machines.cache(f"taker{number}", own)
+        value = {"until": 9e12, "by": str(number)}
+        taken.append(own.claim(cache, name, digest, value, replace=found[1]))
+
+    threads = [threading.Thread(target=take, args=(one,)) for one in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(map(str, taken)) == ["False", "False", "False", "True"]
+
+
+def test_a_store_that_ignores_conditions_is_detected(
+    s3_address: str, s3rver: str, machines: Machines, opened: Open,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for address, honoured in ((s3rver, False), (s3_address, True)):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "S3RVER")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S3RVER")
+        if honoured:
+            stores.bucket(s3_address, "bucket")
+        there = opened("s3://bucket/detect")
+        cache = machines.cache("detect", there)
+        assert there.claim(cache, "a", "d", {"until": 0, "by": "me"})
+        assert there.conditional is honoured
+        assert ("it ignores the condition of a put" in caplog.text) is not honoured
+        caplog.clear()
+
+
+def test_a_registry_without_a_login_says_so_at_once(
+    registry: tuple[str, str], machines: Machines, opened: Open, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started = time.monotonic()
+    there = opened(f"oci://{registry[0]}/team/x", limit=10.0)
+    assert answer(machines.obtain("first", there).library) == 42
+    assert there.problem == f"{registry[0]} requires a user and password"
+    assert time.monotonic() - started < 30
+
+
+# ---- a failure is not for ever ------------------------------------------------------------------
+
+
+def let_the_pause_pass(there: Remote) -> None:
+    there._asking._until = there._writing._until = 0.0
+
+
+def test_a_store_that_failed_is_asked_again_after_a_pause(
+    machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    there, bad.fault = opened("s3://bucket", limit=1.0), stores.forbids
+    before = counters.cache_stats()["remote_given_up"]["count"]
+    machines.obtain("second", there, machines.plan("other-cpu"))
+    assert "403" in there.problem
+    assert counters.cache_stats()["remote_given_up"]["count"] == before + 1
+    bad.fault = None
+    let_the_pause_pass(there)
+    compiled = machines.compiled
+    machines.obtain("second", there)
+    assert (there.problem, machines.compiled) == ("", compiled)
+    text = counters.prometheus(counters.of_cache(machines.folder / "caches" / "second"))
+    assert "flexops_remote_given_up_total 1" in text.splitlines()
+
+
+def test_pauses_grow_and_a_success_makes_them_short_again() -> None:
+    gate = remote.Gate()
+    assert [gate.close("why") for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
+    assert gate.why == "why"
+    gate.opened()
+    assert gate.close("why") == 30
+
+
+def test_a_full_store_is_written_again_after_a_pause(
+    machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
+    there, bad.fault = opened("s3://bucket", limit=1.0), stores.is_full
+    machines.obtain("first", there)
+    assert "507" in there.unwritten
+    bad.fault = None
+    let_the_pause_pass(there)
+    machines.obtain("first", there, machines.plan("other-cpu"))
+    assert any("other-cpu" in name for name in bad.objects)
+
+
+def test_a_client_that_starts_slowly_is_no_slow_store(
+    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where all processors are busy: its start takes longer than a request may."""
+    real = remote._worker
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.2)
+        return real(*arguments)
+
+    monkeypatch.setattr(remote, "_worker", slowly)
+    there = opened(f"file://{tmp_path}/store", limit=1.0)
+    machines.obtain("first", there)
+    assert there.problem == ""
+    assert there.list()
+
+
+def test_a_remote_miss_is_counted(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    machines.obtain("first", opened(f"file://{tmp_path}/store"))
+    counted = counters.of_cache(machines.folder / "caches" / "first")["remote"]
+    assert (counted["hits"], counted["misses"] > 0) == (0, True)
+
+
+# ---- nothing leaves TLS --------------------------------------------------------------------------
+
+
+class Redirects(http.server.ThreadingHTTPServer):
+    """Leads whatever is asked to another address."""
+
+    def __init__(self, target: str) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(302)
+                self.send_header("Location", f"{target}{self.path}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+def test_a_redirect_does_not_lead_from_https_to_http(
+    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, require: Any
+) -> None:
+    """Not even where another store's address is one without encryption."""
+    require(shutil.which("openssl"), "openssl", "apt-get install openssl")
+    machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
+    certificate, open_one = stores.certificate(tmp_path), stores.WebServer(tmp_path / "www")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with stores.served(open_one) as target:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", target)
+        front = Redirects(target)
+        context = stores.encrypted(certificate)
+        front.socket = context.wrap_socket(front.socket, server_side=True)
+        with stores.served(front) as address:
+            place = address.replace("http://127.0.0.1", "https://localhost")
+            there = opened(f"{place}/kernels", limit=3.0)
+            machines.obtain("second", there)
+    assert open_one.asked == []
+    assert there.problem
+    assert machines.compiled == 2
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_http_to_another_machine_is_for_who_allows_it(
+    plain: bool, monkeypatch: pytest.MonkeyPatch, opened: Open
+) -> None:
+    assert opened
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid:9000")
+    there = Remote("s3://bucket", limit=1.0, plain=plain)
+    try:
+        with pytest.raises(Exception, match="remote cache") as caught:
+            there.list()
+    finally:
+        if there._worker:
+            there._worker.stop()
+    rejected = "AWS_ENDPOINT_URL begins with http://" in str(caught.value)
+    assert rejected is not plain
+    assert ("FLEXOPS_CACHE_REMOTE_HTTP=1" in str(caught.value)) is rejected
+
+
+# ---- what is printed -----------------------------------------------------------------------------
+
+
+def test_only_the_process_that_compiles_says_so(
+    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from flexops.op_builder import progress
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    said = []
+    for name in ("first", "second", "third"):
+        cache = machines.cache(name, opened(f"file://{tmp_path}/store"))
+        with progress.shown("tiny-cpu", "info") as report:
+            builder.obtain([machines.plan()], cache, progress=report)
+        said.append(capsys.readouterr().err)
+    assert "flexops: compiling tiny-cpu took" in said[0]
+    assert f"(rank 3 of 8 on {os.uname().nodename})" in said[0]
+    assert said[1:] == ["", ""]
+
+
+def test_a_build_that_fails_says_that_it_compiled(
+    tmp_path: Path, machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flexops.op_builder import progress
+
+    plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="no C++\n")
+    with progress.shown("tiny-cpu", "info") as report:
+        assert builder.obtain([plan], BuildCache(tmp_path / "c"), progress=report)[0].error
+    assert "compiling tiny-cpu took" in capsys.readouterr().err
+
+
+# ---- flexops cache remote check ------------------------------------------------------------------
+
+
+def checked(url: str, **options: Any) -> dict[str, remote.Check]:
+    there = Remote(url, limit=5.0, **options)
+    try:
+        return {one.what: one for one in there.check()}
+    finally:
+        if there._worker:
+            there._worker.stop()
+
+
+def test_a_check_tries_everything_and_leaves_nothing(url: str, tmp_path: Path) -> None:
+    found = checked(url, write=True)
+    assert [one for one in found.values() if one.ok is False] == []
+    assert "reading claims again" in found["conditional put"].found
+    assert "remove" in found
+    found = checked(f"file://{tmp_path}/store", write=True)
+    assert found["conditional put"].found == "honoured"
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+    assert checked(url, write=False)["write"].ok is None
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("http://127.0.0.1:1/x", "Connection refused"),
+        ("https://store.invalid/x", "failed to lookup address"),
+        ("s3://was-never-there/x", "NoSuchBucket"),
+        ("https://{nginx}/x", "UnknownIssuer"),
+        ("https://me:wrong@{nginx}/x", "401"),
+        ("oci://{registry}/x", "requires a user and password"),
+    ],
+)
+def test_a_check_names_the_cause(
+    url: str, cause: str, s3_address: str, nginx: tuple[str, Path], registry: tuple[str, str],
+    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    assert opened
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    if "wrong" in url:
+        monkeypatch.setenv("SSL_CERT_FILE", str(nginx[1]))
+    place = nginx[0].rpartition("@")[2]
+    found = checked(url.format(nginx=place, registry=registry[0]), write=True)
+    failed = [one for one in found.values() if one.ok is False]
+    assert len(failed) == 1
+    assert cause in failed[0].found
+
+
+def test_check_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from flexops import settings
+    from flexops.cli._app import app
+
+    for store, status in ((f"file://{tmp_path}/s", 0), ("http://127.0.0.1:1/x", 1)):
+        monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", store)
+        monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_WRITE", "1")
+        settings.current.cache_clear()
+        done = CliRunner().invoke(app, ["cache", "remote", "check"])
+        assert done.exit_code == status, done.output
+        assert ("FAILED" in done.output) is bool(status)
+        there = remote.of(settings.current())
+        assert there
+        if there._worker:
+            there._worker.stop()
+    settings.current.cache_clear()
+
+
+# ---- one warning for each job --------------------------------------------------------------------
+
+FALLS_BACK = """
+import os, warnings
+import torch.distributed as dist
+if {initialised}:
+    dist.init_process_group("gloo")
+from flexops.op_builder import counters, loader
+from flexops.op_builder.loader import OpStatus
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loader._announce(OpStatus("rope", "cpu", "reference", "no compiler"))
+count = counters.cache_stats()["fallbacks"]["count"]
+open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(f"{{len(caught)}} {{count}}")
+if {initialised}:
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("initialised", [True, False])
+def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_path: Path) -> None:
+    script, said = tmp_path / "rank.py", tmp_path / "said"
+    said.mkdir()
+    script.write_text(FALLS_BACK.format(initialised=initialised, folder=str(said)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = child_environment(OMP_NUM_THREADS="1", FLEXOPS_CACHE_DIR=str(tmp_path / "c"))
+    done = subprocess.run(
+        [*command, "--nproc-per-node=3", str(script)], env=environment, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.read_text() for path in said.iterdir()) == ["0 1", "0 1", "1 1"]
+    text = counters.prometheus(counters.of_cache(tmp_path / "c"))
+    assert "flexops_fallbacks_total 3" in text.splitlines()
