@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..op_builder import loader
-from ._attention_checks import Options, check, fail, kind_of
+from ._attention_checks import Options, check, fail, kind_of, scale_of
 
 _PIECE = 2**25  # scores that are held at once
 
@@ -39,13 +39,9 @@ def _pieces(q: Tensor, k: Tensor, o: Options) -> Iterator[_Piece]:
             yield _Piece(batch, first - begin, offset, slice(first, min(end, first + rows)), slice(first_key, last_key))
 
 
-def _scale(q: Tensor, o: Options) -> float:
-    return float(max(q.shape[-1], 1) ** -0.5) if o.scale is None else o.scale
-
-
 def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Tensor | None]:
     """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale q k``."""
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q, o)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale_of(q, o.scale)
     slope = None
     if o.softcap:
         tanh = torch.tanh(s / o.softcap)
@@ -148,7 +144,7 @@ def backward_reference(
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for piece, weights, ds, slope in _score_gradients(wide_grad, grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o):
         dv[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", weights, wide_grad[:, piece.queries])
-        ds = (ds if slope is None else ds * slope) * _scale(q, o)
+        ds = (ds if slope is None else ds * slope) * scale_of(q, o.scale)
         dq[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", ds, wide_k[:, piece.keys])
         dk[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", ds, wide_q[:, piece.queries])
     pairs = ((dq, q), (_summed_over_groups(dk, _wide(k)), k), (_summed_over_groups(dv, _wide(v)), v))

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
-from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, declined, fail, longest_of, window_of
+from ._attention_checks import (
+    HALVES, SCHEMA, Options, autocast, check, declined, fail, is_ragged, longest_of, padded, scale_of,
+    window_of,
+)  # fmt: skip
 from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference, rows_first
 from ._difference import difference
 from ._register import caller, define
@@ -86,8 +89,10 @@ def attention(
         TypeError: a tensor is not of the dtypes above.
         ValueError: a shape is not as above, or ``alibi_slopes`` requires a gradient.
 
-    Arithmetic is float32, weights are rounded to the dtype of ``v`` before they are multiplied with it. On a GPU, kernels take bfloat16 and float16, and
-    a ``head_dim`` that is a multiple of 8, up to 256; all else is plain PyTorch, in pieces, as :func:`flexops.status` then says.
+    Arithmetic is float32, weights are rounded to the dtype of ``v`` before they are multiplied with it.
+    On a GPU, kernels take bfloat16 and float16, and a ``head_dim`` up to 256. Where it is no multiple
+    of 8, ``q``, ``k`` and ``v`` are copied to the next multiple, and the output to its own columns.
+    All else is plain PyTorch, in pieces, as :func:`flexops.status` then says.
     """
     q, k, v = autocast(q, k, v)
     left, right = (-1, -1) if window is None else window_of(window)
@@ -96,6 +101,9 @@ def attention(
         if bias is not None or softcap or alibi_slopes is not None:
             fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
         number, bias = _modifier(score_mod, q.device)
+    why, ragged, columns = declined(q, v, number), False, 0
+    if not why and is_ragged(q, v):
+        ragged, columns, scale = True, v.shape[-1], scale_of(q, scale)
     usual = False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
@@ -103,7 +111,12 @@ def attention(
     if number or softcap or given or packed:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = (*usual, float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
-    out, lse = (_composed if declined(q, v, number) else by_kernels)(q, k, v, *options)
+    if ragged:
+        check(q, k, v, *options)  # in the words of what was given
+        q, k, v = padded(q, k, v)
+    out, lse = (_composed if why else by_kernels)(q, k, v, *options)
+    if out.shape[-1] > columns > 0:
+        out = out[..., :columns].contiguous()
     return (out, lse) if return_lse else out
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops.op_builder import loader
 from flexops.ops import attention as attention_module
 from flexops.testing import accuracy
 from flexops.testing.comparing import size_of
@@ -91,6 +92,23 @@ def qkv(queries: int, keys: int, heads: int, key_heads: int, columns: int, colum
 @pytest.mark.usefixtures("way")
 def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
     assert_close(errors(*qkv(201, 333, 6, 2, *columns), causal=causal), torch.bfloat16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("columns", [(60, 60), (100, 36), (36, 64), (250, 250), (5, 3)], ids=str)
+@pytest.mark.usefixtures("way")
+def test_head_dims_that_are_no_multiple_of_8(
+    columns: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of zeros are added; the scale is that of q's own columns, gradients have no others."""
+
+    def fail(*arguments: Any) -> None:
+        pytest.fail(f"left the kernels: {arguments}")
+
+    monkeypatch.setattr(loader, "decline", fail)
+    assert_close(errors(*qkv(130, 150, 4, 2, *columns, batch=1), causal=causal), torch.bfloat16)
+    found = errors(*qkv(70, 90, 4, 2, *columns, batch=1), with_lse=True, scale=0.3)
+    assert_close(found, torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])

@@ -427,7 +427,7 @@ def test_what_torch_alone_has_is_torchs() -> None:
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "a head_dim of 20: plain PyTorch, in pieces"
+    reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)
     assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]
