@@ -204,7 +204,14 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
 @pytest.mark.slow
 def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
     """Of GPUs' own tests, with tensors of the CPU."""
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "score_modifiers and not hopper")
+    selection = "score_modifiers and not hopper and not flex_attention"
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection)
+
+
+@pytest.mark.slow
+def test_functions_of_flex_attention(machine: dict[str, str]) -> None:
+    selection = "score_modifiers_of_flex_attention"
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) > 50
 
 
 @pytest.mark.slow
