@@ -1,6 +1,6 @@
 // Score modifiers of people's own (flexops/ops/_score_mod.py): FLEXOPS_SCORE, defined before this is compiled, is a function's body that
-// computes the score from score, b, h, q and k, and what it looks up in `words`: of each table its first word, rows and columns, then all
-// their elements.
+// computes the score from score, b, h, q and k, and what it looks up in `words`: of each table its first
+// word and its sizes, then all their elements.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -30,10 +30,18 @@ FLEXOPS_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
 FLEXOPS_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 FLEXOPS_DEVICE int floordiv(int a, int b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 FLEXOPS_DEVICE int mod(int a, int b) { return a - floordiv(a, b) * b; }
-/// An element of a table; beyond its ends, the one there.
-FLEXOPS_DEVICE int at(const int* words, int table, int row, int column) {
-  const int *head = words + 3 * table, rows = __ldg(head + 1), columns = __ldg(head + 2);
-  return __ldg(words + __ldg(head) + max(0, min(row, rows - 1)) * columns + max(0, min(column, columns - 1)));
+/// Where an element is, by the sizes of a table: an index beyond its ends is the one there.
+template <class... Rest>
+FLEXOPS_DEVICE int place(const int* sizes, int offset, int index, Rest... rest) {
+  const int size = __ldg(sizes), here = offset * size + max(0, min(index, size - 1));
+  if constexpr (sizeof...(rest) > 0) return place(sizes + 1, here, rest...);
+  return here;
+}
+/// An element of the table whose first word and sizes are at `head`.
+template <class... Index>
+FLEXOPS_DEVICE int at(const int* words, int head, Index... index) {
+  if constexpr (sizeof...(index) > 0) return __ldg(words + __ldg(words + head) + place(words + head + 1, 0, index...));
+  return __ldg(words + __ldg(words + head));
 }
 
 // Functions are the hardware's own approximations (some 2^-21): a modifier is unrolled for each score that a thread holds, and the exact
@@ -78,6 +86,10 @@ FLEXOPS_DEVICE Dual exp(Dual a) {
   const float y = exponential(a.value);
   return {y, a.slope * y};
 }
+FLEXOPS_DEVICE Dual exp2(Dual a) {
+  const float y = exp2_approx(a.value);
+  return {y, a.slope * y * kLn2};
+}
 FLEXOPS_DEVICE Dual log(Dual a) { return {logarithm(a.value), __fdividef(a.slope, a.value)}; }
 FLEXOPS_DEVICE Dual tanh(Dual a) {
   const float y = 1 - __fdividef(2.0f, exponential(fminf(2 * a.value, 80.0f)) + 1);
@@ -93,6 +105,14 @@ FLEXOPS_DEVICE Dual sqrt(Dual a) {
 }
 FLEXOPS_DEVICE Dual sin(Dual a) { return {sine(a.value, 0), a.slope * sine(a.value, 1)}; }
 FLEXOPS_DEVICE Dual cos(Dual a) { return {sine(a.value, 1), -a.slope * sine(a.value, 0)}; }
+FLEXOPS_DEVICE Dual floor(Dual a) {
+  float out;
+  asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(out) : "f"(a.value));
+  return out;
+}
+FLEXOPS_DEVICE Dual round(Dual a) { return nearest(a.value); }
+FLEXOPS_DEVICE Dual detach(Dual a) { return a.value; }
+FLEXOPS_DEVICE Dual tofloat(Dual a) { return a; }
 FLEXOPS_DEVICE Dual where(bool condition, Dual a, Dual b) { return condition ? a : b; }
 }  // namespace score
 
@@ -118,11 +138,12 @@ struct Defined {
 
   FLEXOPS_DEVICE Defined(const Problem& problem, const Sequence& sequence) : p(problem), s(sequence) {}
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {
-    // Rows that are not there compute what the last one does: whatever it is, it is left out as long as it is finite.
+    // What is beyond the last row or key has a score of 0, at which a function may be infinite or NaN.
     const Dual out = defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1), min(key, s.length_k - 1),
                                    static_cast<const int*>(p.bias));
-    slope = out.slope;
-    return out.value;
+    const bool inside = query < s.length_q && key < s.length_k;
+    slope = inside ? out.slope : 0.0f;
+    return inside ? out.value : 0.0f;
   }
 };
 template <>

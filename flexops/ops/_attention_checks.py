@@ -50,9 +50,30 @@ def declined(q: Any, v: Any, score_mod: int = 0) -> str:
     if q.dtype not in HALVES:
         return f"{str(q.dtype).removeprefix('torch.')} on a GPU (kernels take bfloat16 and float16)"
     for number in (q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else ():
-        if number % 8 or number > _MOST_COLUMNS or number == 0:
-            return f"a head_dim of {number} (kernels take multiples of 8 up to {_MOST_COLUMNS})"
+        if number > _MOST_COLUMNS or number == 0:
+            return f"a head_dim of {number} (kernels take 1 to {_MOST_COLUMNS})"
     return ""
+
+
+def is_ragged(q: Any, v: Any) -> bool:
+    """Whether kernels take these tensors only with columns of zeros at their ends.
+
+    A GPU's kernels load 8 columns at once. ``declined`` must have been asked before.
+    """
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor)) or not q.is_cuda:
+        return False
+    return bool(q.dim() and v.dim() and (q.shape[-1] % 8 or v.shape[-1] % 8))
+
+
+def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, their columns a multiple of 8: those that are added are zeros, without gradients."""
+    pad = torch.nn.functional.pad
+    return tuple(pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in tensors)
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The factor of ``q k^T``: that of q's own columns, however many are added."""
+    return float(max(q.shape[-1], 1) ** -0.5) if scale is None else scale
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

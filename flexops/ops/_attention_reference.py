@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..op_builder import loader
-from ._attention_checks import Options, check, fail, kind_of
+from ._attention_checks import Options, check, fail, kind_of, scale_of
 
 _PIECE = 2**25  # scores that are held at once
 
@@ -39,22 +39,16 @@ def _pieces(q: Tensor, k: Tensor, o: Options) -> Iterator[_Piece]:
             yield _Piece(batch, first - begin, offset, slice(first, min(end, first + rows)), slice(first_key, last_key))
 
 
-def _scale(q: Tensor, o: Options) -> float:
-    return float(max(q.shape[-1], 1) ** -0.5) if o.scale is None else o.scale
-
-
 def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Tensor | None]:
     """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale q k``."""
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q, o)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale_of(q, o.scale)
     slope = None
     if o.softcap:
         tanh = torch.tanh(s / o.softcap)
         s, slope = o.softcap * tanh, 1 - tanh.square()
     rows, columns = s.shape[2:]
     if o.score_mod:
-        batches = range(s.shape[0])[piece.batch] if o.cu_seqlens_q is None else range(piece.batch.start, piece.batch.stop)
-        sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
-        at = [torch.tensor(size, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, size in enumerate(sizes)]
+        at = _places(s, piece, o)
         from ._score_mod import known  # who has no such function needs none of it
 
         s, slope = known[o.score_mod](s, *at, words=o.bias)
@@ -70,6 +64,18 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Te
     if o.window_right >= 0:
         s = s.masked_fill(distance > o.window_right, -torch.inf)
     return s, slope
+
+
+def _places(s: Tensor, piece: _Piece, o: Options) -> list[Tensor]:
+    """The numbers of sequences, heads, queries and keys of scores, broadcastable to them."""
+    packed, rows, columns = o.cu_seqlens_q is not None, *s.shape[2:]
+    batches = (
+        range(piece.batch.start, piece.batch.stop) if packed else range(s.shape[0])[piece.batch]
+    )
+    sizes = (batches, range(s.shape[1]), range(piece.first, piece.first + rows), range(columns))
+    shapes = ([-1 if d == dim else 1 for d in range(4)] for dim in range(4))
+    pairs = zip(sizes, shapes, strict=True)
+    return [torch.tensor(size, device=s.device).view(shape) for size, shape in pairs]
 
 
 def _bias_part(bias: Tensor, piece: _Piece, rows: int, columns: int) -> Tensor:
@@ -148,7 +154,7 @@ def backward_reference(
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for piece, weights, ds, slope in _score_gradients(wide_grad, grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o):
         dv[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", weights, wide_grad[:, piece.queries])
-        ds = (ds if slope is None else ds * slope) * _scale(q, o)
+        ds = (ds if slope is None else ds * slope) * scale_of(q, o.scale)
         dq[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", ds, wide_k[:, piece.keys])
         dk[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", ds, wide_q[:, piece.queries])
     pairs = ((dq, q), (_summed_over_groups(dk, _wide(k)), k), (_summed_over_groups(dv, _wide(v)), v))
@@ -170,6 +176,39 @@ def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
         part = _bias_part(total, piece, *ds.shape[2:])
         part += ds.sum_to_size(part.shape)
     return total.to(o.bias.dtype)
+
+
+def tables_reference(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: Options,
+    score_mod: Any,
+    tables: dict[int, Tensor],
+) -> dict[int, Tensor]:
+    """The gradients of some of a score modifier's tables, by their numbers."""
+    heads = q.shape[-2]
+    wide_q = _wide(q)
+    wide_k, wide_v = _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
+    dtype = wide_q.dtype
+    leaves = {i: table.detach().to(dtype).requires_grad_() for i, table in tables.items()}
+    totals = {number: torch.zeros_like(leaf) for number, leaf in leaves.items()}
+    pieces = _score_gradients(_wide(grad), grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o)
+    for piece, _, ds, _ in pieces:
+        with torch.enable_grad():
+            part_q, part_k = wide_q[:, piece.queries], wide_k[:, piece.keys]
+            s = torch.einsum("bqhd,bkhd->bhqk", part_q, part_k) * scale_of(q, o.scale)
+            s, _ = score_mod(s, *_places(s, piece, o), words=o.bias, tables=leaves)
+        if not s.requires_grad:
+            continue
+        found = torch.autograd.grad(s, list(leaves.values()), ds, allow_unused=True)
+        for total, part in zip(totals.values(), found, strict=True):
+            total += 0 if part is None else part
+    return {number: total.to(tables[number].dtype) for number, total in totals.items()}
 
 
 def rows_first(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ import torch
 _BINARY: dict[type[ast.operator], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
 }  # fmt: skip
 _COMPARE: dict[type[ast.cmpop], Callable[..., Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
@@ -21,6 +22,11 @@ _UNARY: dict[type[ast.unaryop], Callable[..., Any]] = {ast.USub: operator.neg, a
 _FUNCTIONS = {"min": torch.minimum, "max": torch.maximum} | {
     name: getattr(torch, name) for name in ("abs", "exp", "log", "tanh", "sigmoid", "sqrt", "sin", "cos", "square", "minimum", "maximum", "clamp", "where")
 }
+_FUNCTIONS |= {
+    name: getattr(torch, name)
+    for name in ("exp2", "log2", "tan", "floor", "ceil", "round", "rsqrt", "relu")
+}
+_FUNCTIONS["silu"] = torch.nn.functional.silu
 _NAMES = ("score", "b", "h", "q", "k")
 
 
@@ -70,7 +76,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return functools.reduce(operator.and_, (_COMPARE[type(op)](*sides[i : i + 2]) for i, op in enumerate(node.ops)))
         case ast.IfExp():
             return _called("where", value(node.test), value(node.body), value(node.orelse))
-        case ast.Subscript(value=ast.Name()):
+        case ast.Subscript():
             index = node.slice
             return value(node.value)[tuple(map(value, index.elts)) if isinstance(index, ast.Tuple) else value(index)]
         case ast.Call(func=ast.Name(id=name)) if name in _FUNCTIONS and all(keyword.arg for keyword in node.keywords):

@@ -145,7 +145,9 @@ def _block_scales(magnitude: Tensor) -> Tensor:
     return padded.view(-1, BLOCK).amax(1) if magnitude.numel() else magnitude.new_zeros(0)
 
 
-def _quantize_averages(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_averages(
+    exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of both averages, flat."""
     random1, random2 = _random(step, exp_avg.numel())
 
@@ -203,7 +205,8 @@ def _reference(
         count = step.double().reshape(())
         step_size, root = rate / (1 - beta1**count), (1 - beta2**count).sqrt()
         writer.put(param, value - step_size * exp_avg / (exp_avg_sq.sqrt() / root + max(eps, 1e-30)))
-        new1, new2, new_scales1, new_scales2 = _quantize_averages(exp_avg.flatten(), exp_avg_sq.flatten(), step)
+        made = quantize_averages(exp_avg.flatten(), exp_avg_sq.flatten(), step)
+        new1, new2, new_scales1, new_scales2 = made
         writer.put(codes1, new1.view(codes1.shape))
         writer.put(codes2, new2.view(codes2.shape))
         writer.put(scales1[: len(new_scales1)], new_scales1)

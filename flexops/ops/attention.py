@@ -22,8 +22,33 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
-from ._attention_checks import HALVES, SCHEMA, Options, autocast, check, declined, fail, longest_of, window_of
-from ._attention_reference import backward_fake, backward_reference, bias_fake, bias_reference, check_backward, delta_of, fake, noting, reference, rows_first
+from ._attention_checks import (
+    HALVES,
+    SCHEMA,
+    Options,
+    autocast,
+    check,
+    declined,
+    fail,
+    is_ragged,
+    longest_of,
+    padded,
+    scale_of,
+    window_of,
+)  # fmt: skip
+from ._attention_reference import (
+    backward_fake,
+    backward_reference,
+    bias_fake,
+    bias_reference,
+    check_backward,
+    delta_of,
+    fake,
+    noting,
+    reference,
+    rows_first,
+    tables_reference,
+)
 from ._difference import difference
 from ._register import caller, define
 
@@ -86,16 +111,22 @@ def attention(
         TypeError: a tensor is not of the dtypes above.
         ValueError: a shape is not as above, or ``alibi_slopes`` requires a gradient.
 
-    Arithmetic is float32, weights are rounded to the dtype of ``v`` before they are multiplied with it. On a GPU, kernels take bfloat16 and float16, and
-    a ``head_dim`` that is a multiple of 8, up to 256; all else is plain PyTorch, in pieces, as :func:`flexops.status` then says.
+    Arithmetic is float32, weights are rounded to the dtype of ``v`` before they are multiplied with
+    it. On a GPU, kernels take bfloat16 and float16, and a ``head_dim`` up to 256. Where it is no
+    multiple of 8, ``q``, ``k`` and ``v`` are copied to the next multiple, and the output to its own
+    columns. All else is plain PyTorch, in pieces, as :func:`flexops.status` then says.
     """
     q, k, v = autocast(q, k, v)
     left, right = (-1, -1) if window is None else window_of(window)
-    number = 0
+    number, modifier = 0, None
     if score_mod is not None:
         if bias is not None or softcap or alibi_slopes is not None:
             fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
-        number, bias = _modifier(score_mod, q.device)
+        modifier = _modifier(score_mod)
+        number, bias = modifier.number, modifier.words(q.device)
+    why, ragged, columns = declined(q, v, number), False, 0
+    if not why and is_ragged(q, v):
+        ragged, columns, scale = True, v.shape[-1], scale_of(q, scale)
     usual = False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
@@ -103,7 +134,22 @@ def attention(
     if number or softcap or given or packed:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = (*usual, float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
-    out, lse = (_composed if declined(q, v, number) else by_kernels)(q, k, v, *options)
+    if ragged:
+        check(q, k, v, *options)  # in the words of what was given
+        q, k, v = padded(q, k, v)
+    out, lse = (_composed if why else by_kernels)(q, k, v, *options)
+    if modifier is not None and (learned := modifier.learned()):
+        if torch.compiler.is_compiling():
+            fix = "call attention outside of torch.compile, or detach them"
+            fail(
+                f"score_mod must look up tensors without gradients under torch.compile. fix: {fix}"
+            )
+        tables = [modifier.table(i, q.device) for i in learned]
+        tensors = (q.detach(), k.detach(), v.detach())
+        given_options = Options(*options)
+        out, lse = _OfTables.apply(out, lse, *tensors, given_options, modifier, learned, *tables)
+    if out.shape[-1] > columns > 0:
+        out = out[..., :columns].contiguous()
     return (out, lse) if return_lse else out
 
 
@@ -131,12 +177,34 @@ def _in_float32(of_heads: Tensor | None) -> Tensor | None:
     return of_heads.float() if isinstance(of_heads, Tensor) and of_heads.dtype in HALVES else of_heads
 
 
-def _modifier(score_mod: Callable[..., Any] | str | ScoreMod, device: torch.device) -> tuple[int, Tensor | None]:
-    """The number of a score modifier, and what it looks things up in."""
+def _modifier(score_mod: Callable[..., Any] | str | ScoreMod) -> ScoreMod:
     from ._score_mod import ScoreMod, made
 
-    modifier = score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
-    return modifier.number, modifier.words(device)
+    return score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
+
+
+class _OfTables(torch.autograd.Function):
+    """Output and log sum exp as they are, and the gradients of what a score modifier looks up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options,
+        modifier: ScoreMod, numbers: list[int], *tables: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, *_tensors_of(options), *tables)
+        ctx.options, ctx.modifier = _with_tensors(options, *[None] * 5), modifier
+        ctx.numbers = numbers
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        options = _with_tensors(ctx.options, *rest[:5])
+        tables = dict(zip(ctx.numbers, rest[5:], strict=True))
+        given = torch.zeros_like(out) if grad is None else grad
+        found = tables_reference(given, grad_lse, q, k, v, out, lse, options, ctx.modifier, tables)
+        return (grad, grad_lse, *[None] * 6, *found.values())
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------------------------------

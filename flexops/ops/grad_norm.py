@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,11 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         A float32 tensor without dimensions, on the tensors' device. NaN if one is among the elements.
 
     Raises:
-        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        TypeError: an entry is no tensor or has a dtype that is not accepted, or ``norm_type`` is
+            no number; the message names it.
         ValueError: an entry is on another device, or ``norm_type`` is not accepted.
     """
-    norm_type = float(norm_type)
+    norm_type = number("flexops::grad_norm: norm_type", norm_type)
     if not norm_type > 0:
         raise ValueError(f"flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude), got {norm_type}")
     (tensors,) = listed("grad_norm", grads=grads)
@@ -49,13 +51,34 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
         max_norm: what the norm becomes, if it is larger.
 
     Raises:
-        TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
+        TypeError: an entry or ``total_norm`` is no tensor or has a dtype that is not accepted, or
+            ``max_norm`` is no number; the message names it.
         ValueError: an entry is on another device.
     """
     (tensors,) = listed("clip_grads_", grads=grads)
+    max_norm = number("flexops::clip_grads_: max_norm", max_norm)
+    given: Any = total_norm
+    if not isinstance(given, Tensor):
+        found = type(given).__name__
+        wanted = "a float32 tensor of one element"
+        raise TypeError(f"flexops::clip_grads_: total_norm must be {wanted}, got {found}")
     if tensors:
-        args = (tensors, total_norm, float(max_norm))
+        args = (tensors, total_norm, max_norm)
         write_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))
+
+
+def number(what: str, value: Any) -> float:
+    """The argument ``what`` as a float.
+
+    Raises:
+        TypeError: it is no number, nor a tensor of one element.
+    """
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:
+        return float(value.__float__())
+    except (AttributeError, RuntimeError):
+        raise TypeError(f"{what} must be a number, got {value!r}") from None
 
 
 def _check(name: str, grads: list[Tensor], total_norm: Tensor | None = None) -> None:

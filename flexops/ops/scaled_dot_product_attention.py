@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch import compiler, is_compiling
 from ..op_builder import loader
-from ._attention_checks import FLOATS, autocast, declined
+from ._attention_checks import FLOATS, autocast, declined, is_ragged, padded, scale_of
 from ._register import has_native
 from .attention import by_kernels, usual_options
 
@@ -55,8 +55,12 @@ def scaled_dot_product_attention(
         if queries < keys:
             key, value = key[:, :, :queries], value[:, :, :queries]
         right = max(queries - keys, 0)
+    columns = value.shape[-1]
+    if ragged := is_ragged(query, value):
+        scale = scale_of(query, scale)
+        query, key, value = padded(query, key, value)
     out: Tensor = by_kernels(query, key, value, *usual_options(True, right, -1, scale, torch.are_deterministic_algorithms_enabled(), attn_mask))[0]
-    return out
+    return out[..., :columns] if ragged else out
 
 
 def _fail_without_tensors(**arguments: Any) -> None:

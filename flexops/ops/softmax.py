@@ -35,19 +35,20 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 
         mask: None, or a tensor that can be broadcast to the shape of ``x``; it is never expanded in memory. As in
             ``torch.nn.functional.scaled_dot_product_attention``, **a boolean mask is True where an element takes part**; a float32, float16 or
             bfloat16 one is added, so ``-inf`` leaves out.
-        scale: what ``x`` is multiplied by first; any float.
+        scale: what ``x`` is multiplied by first; a number that is finite in float32.
 
     Returns:
         a contiguous tensor of the shape and dtype of ``x``. Rows in which nothing takes part are zeros (see the module).
 
     Raises:
-        TypeError: ``x`` or ``mask`` is no tensor of the dtypes above.
-        ValueError: shapes or devices do not fit each other.
+        TypeError: ``x`` or ``mask`` is no tensor of the dtypes above, or ``scale`` no number.
+        ValueError: shapes or devices do not fit each other, or ``scale`` is not finite.
 
     Differentiable once, with respect to ``x`` and to a float ``mask``: the gradient of ``x`` is ``scale * y * (g - sum(g * y))``, computed in
     float32 from the rounded ``y``, which is all that is kept for the backward pass. The mask's is the same without the scale, summed over the
     dimensions that it was broadcast along. Under autocast the dtype of ``x`` is kept.
     """
+    _check_scale("flexops.scaled_masked_softmax:", scale)
     result: Tensor = _MASKED(x, mask, scale)
     return result
 
@@ -60,17 +61,18 @@ def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Args:
         x: at least two dimensions, float32, float16 or bfloat16, any strides; may be empty. ``keys`` is at most 2**30.
-        scale: what ``x`` is multiplied by first; any float.
+        scale: what ``x`` is multiplied by first; a number that is finite in float32.
 
     Returns:
         a contiguous tensor of the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no tensor of these dtypes.
-        ValueError: ``x`` has less than two dimensions.
+        TypeError: ``x`` is no tensor of these dtypes, or ``scale`` no number.
+        ValueError: ``x`` has less than two dimensions, or ``scale`` is not finite.
 
     Differentiable once. For anything else than this triangle there is :func:`scaled_masked_softmax`.
     """
+    _check_scale("flexops.causal_softmax:", scale)
     result: Tensor = _CAUSAL(x, scale)
     return result
 
@@ -82,6 +84,19 @@ def _check_x(where: str, x: object, dims: int) -> None:
     if x.dim() < dims:
         least = "one dimension" if dims == 1 else "two dimensions, queries and keys"
         raise ValueError(f"{where} x must have at least {least}, got shape {tuple(x.shape)}")
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _check_scale(where: str, scale: Any) -> None:
+    """What is not finite makes every row NaN, without a word: ``0 * inf`` is none of the scores."""
+    try:
+        finite = -_LARGEST <= scale <= _LARGEST
+    except TypeError:
+        raise TypeError(f"{where} scale must be a number, got {type(scale).__name__}") from None
+    if not finite:
+        raise ValueError(f"{where} scale must be finite in float32, got {scale}")
 
 
 def _check_causal(x: Tensor, _scale: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._torch import below_autograd, builtin, not_compiled
 from ..ops._multi_tensor import PARAM_DTYPES, resolving_negatives, split_lr
 from ..ops._register import is_distributed
+from ._loading import check_floats, check_names, float_state
 
 _NONE = type(None)
 PLAIN_TYPES = {torch.nn.Parameter, Tensor}
@@ -78,6 +79,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     _states: tuple[str, ...] = ()
     """The states that a parameter may have."""
+
+    _optional_states: tuple[str, ...] = ("max_exp_avg_sq",)
+    """States that a saved state may have or lack."""
 
     @abc.abstractmethod
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +169,51 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                     raise TypeError(f"flexops.optim.{kind}: {where}{of} must be float32, bfloat16 or float16, got {found}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and steps move to their parameters' devices."""
+        """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and
+        steps move to their parameters' devices.
+
+        Adam, AdamW and LAMB also load the states of :class:`AdamW8bit`, and it loads theirs.
+
+        Raises:
+            TypeError: a state is of a dtype that it cannot have.
+            ValueError: the states are of another kind of optimizer, or in another library's format.
+                Nothing was loaded then.
+        """
         seen: list[dict[str, Any]] = []
-        handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.append(final))  # the last hook sees what is loaded
+
+        def convert(_: Any, final: dict[str, Any]) -> dict[str, Any]:
+            # The last hook sees what is loaded.
+            seen.append(_converted(self, final))
+            return seen[-1]
+
+        handle = self.register_load_state_dict_pre_hook(convert)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
         self._restore_precision(seen[-1])
+
+    def _loaded_state(
+        self,
+        param: Tensor,  # noqa: ARG002  AdamW8bit's depends on it
+        group: dict[str, Any],  # noqa: ARG002
+        state: dict[str, Any],
+        where: str,
+    ) -> dict[str, Any]:
+        """A parameter's saved state as this class has it.
+
+        Args:
+            param: the parameter that the state is for.
+            group: the parameter's group of options, as saved.
+            state: the saved state, not empty; it is not written.
+            where: what an error begins with.
+        """
+        if "exp_avg_sq" in self._states:
+            state = float_state(state, where)
+        required = [name for name in self._states if name not in self._optional_states]
+        check_names(state, {*self._states, *self._optional_states}, required, where)
+        check_floats(state, where)
+        return state
 
     def _state_dtype_of(self, _param: Tensor) -> torch.dtype:
         """What states that are no codes are kept in."""
@@ -282,6 +323,24 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             for name, states in mixed.states.items():
                 bucket.states.setdefault(name, []).append(plain(states[i]))
         return buckets.values()
+
+
+def _converted(optimizer: FusedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the states as the optimizer has them; ``saved`` is not written."""
+    states = dict(saved["state"])
+    for saved_group, group in zip(
+        saved["param_groups"], optimizer.param_groups, strict=False
+    ):  # torch judges how many there are
+        for index, (key, param) in enumerate(
+            zip(saved_group["params"], group["params"], strict=False)
+        ):
+            if states.get(key):
+                place = f"param_groups[{_index(optimizer.param_groups, group)}]: params[{index}]"
+                kind = f"flexops.optim.{type(optimizer).__name__}"
+                where = f"{kind}.load_state_dict: the state of {place}"
+                options = {**optimizer.defaults, **saved_group}
+                states[key] = optimizer._loaded_state(param, options, states[key], where)
+    return {**saved, "state": states}
 
 
 def _elements(joined: Tensor) -> list[Tensor]:

@@ -43,6 +43,7 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
     """
 
     _states = ("step", "sum")
+    _optional_states = ()
 
     def __init__(
         self,

@@ -11,8 +11,11 @@ from torch import Tensor
 from .._torch import sharded_tensors
 from ..ops._multi_tensor import increment_versions
 from ..ops._register import is_distributed
-from ..ops.adam8bit import blocks
+from ..ops.adam8bit import blocks, quantize_averages
 from ._fused import Bucket, FusedOptimizer, check_options, full_state, plain, rate_for, run, step_state
+from ._loading import CODES, check_floats, check_names, renamed, row_major
+
+_CODED = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 class AdamW8bit(FusedOptimizer):
@@ -22,8 +25,16 @@ class AdamW8bit(FusedOptimizer):
     The codes and the rounding are told at :func:`flexops.adam8bit_`. A parameter that holds fewer than ``min_8bit_size`` elements keeps float32
     states and is stepped as :class:`flexops.optim.AdamW` steps it. Takes what ``AdamW`` takes (except complex parameters, ``amsgrad`` and
     ``copies``): float32, bfloat16 and float16 parameters and gradients, DTensors (each rank quantizes its own part), ``GradScaler``, CUDA graphs.
-    The states are ``step``, ``exp_avg`` (int8), ``exp_avg_sq`` (uint8), ``exp_avg_scale`` and ``exp_avg_sq_scale`` (float32); state dicts keep them
-    as they are. Sharded states can be loaded again on as many ranks as saved them.
+    The states are ``step``, ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8),
+    ``exp_avg_scale`` and ``exp_avg_sq_scale`` (float32); state dicts keep them as they are. A
+    parameter with float32 states has ``exp_avg`` and ``exp_avg_sq`` instead. Sharded states can be
+    loaded again on as many ranks as saved them.
+
+    ``load_state_dict`` quantizes the float32 states of :class:`flexops.optim.AdamW` and
+    ``torch.optim.AdamW``; flexops' ``AdamW``, ``Adam`` and ``LAMB`` load states of 8 bits.
+    ``torch.optim.AdamW`` cannot: its first step fails with ``KeyError: 'exp_avg'``. Load the states
+    into :class:`flexops.optim.AdamW` and save its state dict for it. Checkpoints in which codes are
+    named ``exp_avg`` and ``exp_avg_sq`` load as before.
 
     Args:
         params: parameters, or groups of them with options of their own, as for ``torch.optim``.
@@ -39,7 +50,7 @@ class AdamW8bit(FusedOptimizer):
         ValueError: an option is out of range.
     """
 
-    _states = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+    _states = ("step", *CODES, *_CODED)
 
     def __init__(
         self,
@@ -60,9 +71,37 @@ class AdamW8bit(FusedOptimizer):
         state: dict[str, Any] = {"step": step_state(param)}
         if param.numel() < group["min_8bit_size"] or param.is_complex():
             return state | {"exp_avg": full_state(param), "exp_avg_sq": full_state(param)}
-        state["exp_avg"] = torch.zeros_like(param, dtype=torch.int8, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.preserve_format)
+        for name, dtype in CODES.items():
+            zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state[f"{name}_codes"] = zeros
         return state | {"exp_avg_scale": _scales(param), "exp_avg_sq_scale": _scales(param)}
+
+    def _loaded_state(
+        self, param: Tensor, group: dict[str, Any], state: dict[str, Any], where: str
+    ) -> dict[str, Any]:
+        state = renamed(state)
+        if "exp_avg_codes" in state:
+            names = ("step", *_CODED)
+            check_names(state, names, names, where)
+            for name, dtype in CODES.items():
+                codes = state[f"{name}_codes"]
+                if not isinstance(codes, Tensor) or codes.dtype != dtype:
+                    found = getattr(codes, "dtype", type(codes).__name__)
+                    raise TypeError(f"{where} must have {name}_codes as {dtype}, got {found}")
+            return state
+        if "max_exp_avg_sq" in state:
+            fix = "load it with flexops.optim.AdamW"
+            raise ValueError(f"{where} has max_exp_avg_sq; AdamW8bit has no amsgrad. fix: {fix}")
+        check_names(state, ("step", *CODES), ("step", *CODES), where)
+        check_floats(state, where)
+        made = self._make_state(param, group)
+        if "exp_avg_codes" not in made:
+            return state
+        if is_distributed(param) != is_distributed(state["exp_avg"]):
+            fix = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            raise ValueError(f"{where} must be sharded if its parameter is. fix: {fix}")
+        _quantize(made, state)
+        return made | {"step": state["step"]}
 
     def _kinds(self, _params: list[Tensor], states: list[dict[str, Any]]) -> list[Hashable]:
         return ["exp_avg_scale" in state for state in states]
@@ -73,7 +112,8 @@ class AdamW8bit(FusedOptimizer):
         states, rest = bucket.states, (lr_tensor, grad_scale, found_inf)
         ops, maximize = torch.ops.flexops, bool(group["maximize"])
         if bucket.kind:
-            lists = _row_major(bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"])
+            codes = (states["exp_avg_codes"], states["exp_avg_sq_codes"])
+            lists = _row_major(bucket.params, bucket.grads, *codes)
             run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], bucket.steps, *numbers, maximize, True, *rest)
         else:
             tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], bucket.steps]
@@ -83,12 +123,30 @@ class AdamW8bit(FusedOptimizer):
         increment_versions(bucket.params)
 
 
+def _quantize(made: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write float averages into new states, as codes.
+
+    Of a DTensor, each rank quantizes its own part, as its steps do.
+    """
+    targets = [plain(made[f"{name}_codes"]) for name in CODES]
+    order = row_major(targets[0])
+    device = targets[0].device
+    wide = [plain(state[name]).detach().to(device, torch.float32) for name in CODES]
+    averages = [average.permute(order).flatten() for average in wide]
+    step = torch.as_tensor(state["step"]).to(device, torch.float32)
+    *codes, scale, scale_sq = quantize_averages(averages[0], averages[1], step)
+    for target, code in zip(targets, codes, strict=True):
+        target.permute(order).copy_(code.view(target.permute(order).shape))
+    for name, scales in (("exp_avg_scale", scale), ("exp_avg_sq_scale", scale_sq)):
+        plain(made[name])[: len(scales)].copy_(scales)
+
+
 def _row_major(params: list[Tensor], *others: list[Tensor]) -> list[list[Tensor]]:
     """Views in which parameters that are dense, but not row-major (channels last, transposed), are: the op would copy them at every step."""
     lists = [params, *others]
     if all(map(Tensor.is_contiguous, params)):
         return lists
-    orders = [sorted(range(param.dim()), key=param.stride, reverse=True) for param in params]
+    orders = list(map(row_major, params))
     return [[tensor.permute(order) for tensor, order in zip(tensors, orders, strict=True)] for tensors in lists]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch import sharded_tensors
 from ..ops._multi_tensor import PARAM_DTYPES
 from ..ops._register import is_distributed
-from ..ops.grad_norm import clip_grads_, grad_norm
+from ..ops.grad_norm import clip_grads_, grad_norm, number
 from ._fused import moved, plain, sharded_dimensions
 
 _torchs = torch.nn.utils.clip_grad_norm_  # as it is now: some put ours in its place
@@ -51,15 +51,27 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        TypeError: ``parameters`` is no tensor and no iterable of tensors, or a number is none.
     """
+    where = "flexops.optim.clip_grad_norm_:"
     if isinstance(parameters, Tensor):
         parameters = [parameters]
+    given: Any = parameters
+    if not isinstance(given, Iterable):
+        found, fix = type(given).__name__, "give it model.parameters()"
+        raise TypeError(f"{where} parameters must be tensors, got {found}. fix: {fix}")
     generated = isinstance(parameters, types.GeneratorType)
     parameters = list(parameters)
     if generated and not parameters:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
-    grads = [grad for param in parameters if (grad := param.grad) is not None]
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    try:
+        grads = [grad for param in parameters if (grad := param.grad) is not None]
+    except AttributeError:
+        index, wrong = next((i, x) for i, x in enumerate(parameters) if not isinstance(x, Tensor))
+        found = type(wrong).__name__
+        raise TypeError(f"{where} parameters[{index}] must be a tensor, got {found}") from None
+    max_norm = number(f"{where} max_norm", max_norm)
+    norm_type = number(f"{where} norm_type", norm_type)
     if not grads:
         return torch.zeros(())
     if not norm_type > 0 or not set(map(_kind, grads)) <= _TAKEN:

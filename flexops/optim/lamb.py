@@ -37,6 +37,7 @@ class LAMB(NarrowStates):
     """
 
     _states = ("step", "exp_avg", "exp_avg_sq")
+    _optional_states = ()
 
     def __init__(
         self,

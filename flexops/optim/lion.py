@@ -32,6 +32,7 @@ class Lion(NarrowStates):
     """
 
     _states: tuple[str, ...] = ("exp_avg",)
+    _optional_states = ("step",)
 
     def __init__(
         self,

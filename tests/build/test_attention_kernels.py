@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from flexops.ops._score_mod import ScoreMod
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+import score_mod_cases
 
 SPEC = catalog.find("attention")
 
@@ -69,6 +73,44 @@ def test_score_modifiers_compile(
     plans = [provider.plan_kernel(SPEC, name, one, found[version], provider_texts.of(score_mod.number)) for name in kernels.values()]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120):
+        result.require()
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "kernel"),
+    [((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")],
+)
+def test_functions_of_flex_attention_compile(
+    library: Path,
+    version: tuple[int, int],
+    architecture: str,
+    kernel: str,
+    tmp_path: Path,
+    require: Any,
+) -> None:
+    """The backward kernel for 8.0 has the derivative, the forward one for 9.0a has not."""
+    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    found = {(one.value.version.major, one.value.version.minor): one.value for one in usable}
+    require(
+        version in found,
+        f"NVRTC {version[0]}.{version[1]}",
+        "run scripts/run_tests.sh, which installs it",
+    )
+    one = parse_arch_list(architecture)[0]
+    names = [
+        name
+        for name in kernel_names.rare_names_in(library)
+        if f"::{kernel}<" in name and name.endswith("Defined>")
+    ]
+    numbers = {ScoreMod(function).number for function in score_mod_cases.FUNCTIONS.values()}
+    assert len(numbers) > 50
+    plans = [
+        provider.plan_kernel(SPEC, names[0], one, found[version], provider_texts.of(number))
+        for number in numbers
+    ]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    cache = BuildCache(tmp_path / "cache")
+    for result in device_code.obtain(plans, cache, jobs=jobs, time_limit=120):
         result.require()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import flexops
@@ -20,3 +21,28 @@ def test_grouped_heads_and_rows_that_no_tile_fits() -> None:
     out, lse = flexops.attention(q, k, v, causal=True, return_lse=True)
     wanted = exact(q.double(), k.double(), v.double(), causal=True)
     assert_close({"out": distance_of(out, wanted[0]), "lse": distance_of(lse, wanted[1])}, torch.bfloat16)
+
+
+def _declined() -> list[str]:
+    """Why calls of attention left the kernels."""
+    found = [one for one in flexops.status() if one.op == "attention"]
+    return [one.reason for one in found if one.backend == "reference"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [(60, 60), (100, 36), (36, 64), (5, 3)], ids=str)
+def test_head_dims_that_are_no_multiple_of_8_are_the_kernels(columns: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((70, 4, columns[0]), (90, 2, columns[0]), (90, 2, columns[1]))
+    q, k, v = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in shapes)
+    wanted = exact(q.double(), k.double(), v.double(), causal=True)
+    out, lse = flexops.attention(q, k, v, causal=True, return_lse=True)
+    assert out.shape == (1, 70, 4, columns[1])
+    assert out.is_contiguous()
+    found = {"out": distance_of(out, wanted[0]), "lse": distance_of(lse, wanted[1])}
+    assert_close(found, torch.bfloat16)
+    rows = [x.transpose(1, 2) for x in (q, k[:, 20:], v[:, 20:])]
+    alone = flexops.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+    wanted = exact(q.double(), k[:, 20:].double(), v[:, 20:].double(), causal=True)
+    assert_close({"out": distance_of(alone.transpose(1, 2), wanted[0])}, torch.bfloat16)
+    assert not _declined()

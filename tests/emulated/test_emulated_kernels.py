@@ -182,6 +182,10 @@ def test_a_few_kernels(machine: dict[str, str]) -> None:
     assert emulated(machine, *files, "-k", selection) == len(files)
 
 
+def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str]) -> None:
+    assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
+
+
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)")
 SELECTIONS["attention"] += " and not float32"  # plain PyTorch on a GPU
 SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the driver does not know
@@ -200,7 +204,20 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
 @pytest.mark.slow
 def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
     """Of GPUs' own tests, with tensors of the CPU."""
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "score_modifiers and not hopper")
+    selection = "score_modifiers and not hopper and not flex_attention"
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection)
+
+
+@pytest.mark.slow
+def test_functions_of_flex_attention(machine: dict[str, str]) -> None:
+    selection = "score_modifiers_of_flex_attention"
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) > 50
+
+
+@pytest.mark.slow
+def test_gradients_of_attention_with_head_dims_of_any_number(machine: dict[str, str]) -> None:
+    selection = "no_multiple_of_8 and sm_80 and (60 or 36)"
+    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) == 6
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ the 99 KB of shared memory that 8.6, 8.9 and 12.x have), against float64 and tor
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import subprocess
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops.op_builder import loader
 from flexops.ops import attention as attention_module
 from flexops.testing import accuracy
 from flexops.testing.comparing import size_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+import score_mod_cases
 from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +94,23 @@ def qkv(queries: int, keys: int, heads: int, key_heads: int, columns: int, colum
 @pytest.mark.usefixtures("way")
 def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
     assert_close(errors(*qkv(201, 333, 6, 2, *columns), causal=causal), torch.bfloat16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("columns", [(60, 60), (100, 36), (36, 64), (250, 250), (5, 3)], ids=str)
+@pytest.mark.usefixtures("way")
+def test_head_dims_that_are_no_multiple_of_8(
+    columns: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of zeros are added; the scale is that of q's own columns, gradients have no others."""
+
+    def fail(*arguments: Any) -> None:
+        pytest.fail(f"left the kernels: {arguments}")
+
+    monkeypatch.setattr(loader, "decline", fail)
+    assert_close(errors(*qkv(130, 150, 4, 2, *columns, batch=1), causal=causal), torch.bfloat16)
+    found = errors(*qkv(70, 90, 4, 2, *columns, batch=1), with_lse=True, scale=0.3)
+    assert_close(found, torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
@@ -188,6 +208,44 @@ def test_alibi(batched: bool) -> None:
 @pytest.mark.usefixtures("way")
 def test_score_modifiers(score_mod: Any, columns: int) -> None:
     assert_close(errors(*qkv(190, 200, 4, 2, columns), score_mod=score_mod, sinks=torch.randn(4, device="cuda")), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", score_mod_cases.FUNCTIONS)
+def test_score_modifiers_of_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, value in vars(score_mod_cases).items():  # what the functions look things up in
+        if isinstance(value, Tensor):
+            monkeypatch.setattr(score_mod_cases, known, value.cuda())
+    monkeypatch.setattr(score_mod_cases, "MODULE", score_mod_cases.Module().to("cuda"))
+    tensors = [x.detach().to("cuda", torch.bfloat16) for x in score_mod_cases.inputs(64)]
+    tensors = [x.requires_grad_() for x in tensors]
+    doubled = [x.detach().double().requires_grad_() for x in tensors]
+    function = score_mod_cases.FUNCTIONS[name]
+    expected = score_mod_cases.wide(*doubled, function)
+    out = flexops.attention(*tensors, score_mod=function)
+    grad = torch.randn_like(out)
+    wanted = [expected, *torch.autograd.grad(expected, doubled, grad.double())]
+    found = [out, *torch.autograd.grad(out, tensors, grad)]
+    names = ("out", "q", "k", "v")
+    errors_of = {one: distance_of(a, b) for one, a, b in zip(names, found, wanted, strict=True)}
+    assert_close(errors_of, torch.bfloat16)
+
+
+def test_gradients_of_what_score_modifiers_look_up() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(70, 90, 4, 2, 60))
+    bias = torch.randn(4, 159, device="cuda", requires_grad=True)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+
+    def score_mod(table: Any, score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q >= k - 20, score + table[h, q - k + 89], -math.inf)
+
+    out = flexops.attention(q, k, v, score_mod=functools.partial(score_mod, bias))
+    expected, _ = exact(*wide[:3], score_mod=functools.partial(score_mod, wide[3]))
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, wide, grad.double())
+    found = torch.autograd.grad(out, (q, k, v, bias), grad)
+    names = ("q", "k", "v", "bias")
+    errors_of = {one: distance_of(a, b) for one, a, b in zip(names, found, wanted, strict=True)}
+    assert_close(errors_of, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("way")

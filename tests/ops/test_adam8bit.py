@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -213,11 +214,11 @@ def test_an_average_that_decays_is_followed(device: str) -> None:
         param.grad = grad
         optimizer.step()
     state = optimizer.state[param]
-    second = adam8bit.dequantize_averages(state["exp_avg_sq"], state["exp_avg_sq_scale"])
+    second = adam8bit.dequantize_averages(state["exp_avg_sq_codes"], state["exp_avg_sq_scale"])
     expected = 0.99**300  # of what it was
     assert 0.3 * expected < second[::2].mean() < 3 * expected
     assert abs(second[1::2].mean() - 1.0) < 0.1
-    first = adam8bit.dequantize_averages(state["exp_avg"], state["exp_avg_scale"])
+    first = adam8bit.dequantize_averages(state["exp_avg_codes"], state["exp_avg_scale"])
     assert first[::2].abs().max() < 1e-3
 
 
@@ -230,3 +231,153 @@ def test_scales_that_are_too_few_are_named() -> None:
     flexops.adam8bit_(*lists, lr=0.1)
     assert lists[4][9][8] > 0
     assert lists[4][9][9] == 0
+
+
+# ---- state dicts of other formats ---------------------------------------------------------------
+
+
+def _trained(kind: Any, shape: tuple[int, ...] = (70, 80), **options: Any) -> tuple[Any, Any]:
+    """A parameter and its optimizer, after three steps of gradients of very different sizes."""
+    param = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    if len(shape) == 4:
+        param = torch.nn.Parameter(param.detach().to(memory_format=torch.channels_last))
+    optimizer = kind([param], lr=0.01, **options)
+    for step in range(3):
+        set_grads([param], seed=step)
+        optimizer.step()
+    return param, optimizer
+
+
+def _loaded(kind: Any, like: Tensor, saved: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    param = torch.nn.Parameter(like.detach().clone())
+    optimizer = kind([param], lr=0.01, **options)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    return param, optimizer
+
+
+@pytest.mark.parametrize("shape", [(70, 80), (8, 16, 8, 8)])
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, optim.AdamW])
+def test_float_states_are_quantized_when_they_are_loaded(
+    theirs: Any, shape: tuple[int, ...]
+) -> None:
+    trained, source = _trained(theirs, shape)
+    param, optimizer = _loaded(optim.AdamW8bit, trained, source.state_dict())
+    state, wanted = optimizer.state[param], source.state[trained]
+    dtypes = {name: value.dtype for name, value in state.items()}
+    assert dtypes.pop("exp_avg_codes") == torch.int8
+    assert dtypes.pop("exp_avg_sq_codes") == torch.uint8
+    assert set(dtypes) == {"step", "exp_avg_scale", "exp_avg_sq_scale"}
+    assert state["step"] == 3
+    for name, power, levels in (("exp_avg", 2, 127), ("exp_avg_sq", 4, 255)):
+        codes, scales = state[f"{name}_codes"], state[f"{name}_scale"]
+        order = sorted(range(codes.dim()), key=codes.stride, reverse=True)
+        found = adam8bit.dequantize_averages(codes.permute(order), scales).flatten()
+        exact = wanted[name].permute(order).flatten()
+        largest = scales.repeat_interleave(256)[: exact.numel()]
+        root = (exact.abs() / largest).pow(1 / power)
+        gap = ((root + 1 / levels) ** power - root**power) * largest  # to the next code
+        assert ((found - exact).abs() <= gap * 1.01).all()
+    for each, stepper in ((param, optimizer), (trained, source)):
+        set_grads([each], seed=9)
+        stepper.step()
+    assert (param - trained).abs().max() < 2e-3  # of steps of up to 0.01
+    assert (param - trained).abs().mean() < 2e-4
+
+
+@pytest.mark.parametrize("shape", [(70, 80), (8, 16, 8, 8)])
+@pytest.mark.parametrize("ours", [optim.AdamW, optim.Adam, optim.LAMB])
+def test_8bit_states_are_dequantized_when_they_are_loaded(
+    ours: Any, shape: tuple[int, ...]
+) -> None:
+    trained, source = _trained(optim.AdamW8bit, shape)
+    param, optimizer = _loaded(ours, trained, source.state_dict())
+    state, saved = optimizer.state[param], source.state[trained]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes = saved[f"{name}_codes"]
+        order = sorted(range(codes.dim()), key=codes.stride, reverse=True)
+        exact = adam8bit.dequantize_averages(codes.permute(order), saved[f"{name}_scale"])
+        assert torch.equal(state[name].permute(order), exact)
+    if ours is optim.AdamW:  # the step itself is AdamW8bit's
+        for each, stepper in ((param, optimizer), (trained, source)):
+            set_grads([each], seed=9)
+            stepper.step()
+        torch.testing.assert_close(param, trained, rtol=4e-6, atol=2e-6)
+
+
+def _as_saved_before(saved: dict[str, Any]) -> dict[str, Any]:
+    """As AdamW8bit named its states once."""
+    saved = copy.deepcopy(saved)
+    for state in saved["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state.pop(f"{name}_codes")
+    return saved
+
+
+def test_checkpoints_of_before_load_into_adamw8bit() -> None:
+    trained, source = _trained(optim.AdamW8bit)
+    param, optimizer = _loaded(optim.AdamW8bit, trained, _as_saved_before(source.state_dict()))
+    for name, value in source.state[trained].items():
+        assert torch.equal(optimizer.state[param][name], value)
+        assert optimizer.state[param][name].dtype == value.dtype
+    into_adamw = _loaded(optim.AdamW, trained, _as_saved_before(source.state_dict()))
+    assert into_adamw[1].state[into_adamw[0]]["exp_avg"].dtype == torch.float32
+
+
+def test_torchs_adamw_does_not_take_codes_for_averages() -> None:
+    trained, source = _trained(optim.AdamW8bit)
+    param, optimizer = _loaded(torch.optim.AdamW, trained, source.state_dict())
+    set_grads([param], seed=9)
+    with pytest.raises(KeyError, match="exp_avg"):
+        optimizer.step()
+
+
+BITSANDBYTES = {
+    "step": 3,
+    "state1": torch.zeros(70, 80, dtype=torch.uint8),
+    "state2": torch.zeros(70, 80, dtype=torch.uint8),
+    "qmap1": torch.zeros(256),
+    "qmap2": torch.zeros(256),
+    "absmax1": torch.zeros(22),
+    "absmax2": torch.zeros(22),
+}
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW8bit, optim.AdamW, optim.LAMB, optim.Lion])
+def test_bitsandbytes_states_are_named_when_they_are_loaded(kind: Any) -> None:
+    trained, source = _trained(kind)
+    saved = source.state_dict()
+    saved["state"] = {0: BITSANDBYTES}
+    message = r"param_groups\[0\]: params\[0\] must have .*exp_avg.* bitsandbytes' format. fix: "
+    before = copy.deepcopy(source.state_dict())
+    with pytest.raises(ValueError, match=message):
+        source.load_state_dict(saved)
+    after = source.state_dict()
+    for name, value in before["state"][0].items():  # nothing was loaded
+        assert torch.equal(after["state"][0][name], value)
+    saved["state"] = {}
+    param, optimizer = _loaded(kind, trained, saved)  # the fix
+    set_grads([param], seed=9)
+    optimizer.step()
+
+
+def test_states_of_other_optimizers_are_rejected_when_they_are_loaded() -> None:
+    pairs = {
+        (torch.optim.SGD, optim.AdamW): ({"momentum": 0.9}, "got momentum_buffer"),
+        (torch.optim.NAdam, optim.Adam): ({}, "mu_product"),
+        (torch.optim.AdamW, optim.Lion): ({}, "must have exp_avg, got exp_avg, exp_avg_sq, step"),
+        (torch.optim.AdamW, optim.Adagrad): ({}, "must have step, sum"),
+        (optim.AdamW8bit, optim.Lion): ({}, "the format of flexops.optim.AdamW8bit"),
+        (torch.optim.Adagrad, optim.AdamW8bit): ({}, "got step, sum"),
+    }
+    for (theirs, ours), (options, message) in pairs.items():
+        trained, source = _trained(theirs, **options)
+        with pytest.raises(ValueError, match=message):
+            _loaded(ours, trained, source.state_dict())
+    trained, source = _trained(torch.optim.AdamW, amsgrad=True)
+    with pytest.raises(ValueError, match="AdamW8bit has no amsgrad"):
+        _loaded(optim.AdamW8bit, trained, source.state_dict())
+    saved = source.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(70, 80, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"exp_avg as a floating-point tensor, got torch\.int32"):
+        _loaded(optim.AdamW, trained, saved)

@@ -300,7 +300,9 @@ def test_what_a_score_modifier_may_not_do() -> None:
         "must not branch": lambda score, b, h, q, k: score if q > k else b + h,
         r"must use, of torch, .* got torch\.erf": lambda score, b, h, q, k: torch.erf(score) + b + h + q + k,
         "must give a score": lambda *_: 1.0,
-        "must compute with its arguments and plain numbers, got Tensor in mul": lambda score, b, h, q, k: score * torch.ones(3) + b + h + q + k,
+        r"must give a score .* got rows of shape \[3\]": lambda score, b, h, q, k: (
+            score * torch.ones(3) + b + h + q + k
+        ),
         "must use // and % on integers only": lambda score, b, h, q, k: score // 2 + b + h + q + k,
     }
     for message, function in wrong.items():
@@ -314,14 +316,11 @@ def test_what_a_score_modifier_may_not_do() -> None:
         "be made of .* got \"open\\('x'\\)\"": "open('x')",
         "be made of .* got 'score.real'": "score.real",
         "look up slopes by 1 integers": "score + slopes[q, k]",
-        "look things up in .* tensors of one or two dimensions, slopes is": "score",
     }
     for message, text in texts.items():
-        tables = {"slopes": torch.ones((2,) if "look up" in message else (1, 1, 2))} if "look" in message else {}
+        tables = {"slopes": torch.ones(2)} if "look up" in message else {}
         with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod must {message}"):
             flexops.attention(q, k, v, score_mod=flexops.ScoreMod(text, **tables))
-    with pytest.raises(ValueError, match="slopes is one that requires a gradient"):
-        flexops.attention(q, k, v, score_mod=flexops.ScoreMod("score * slopes[h]", slopes=torch.ones(2, requires_grad=True)))
     with pytest.raises(ValueError, match="score_mod must come without softcap, bias and alibi_slopes"):
         flexops.attention(q, k, v, score_mod=squared, softcap=2.0)
 
@@ -441,7 +440,7 @@ def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "a head_dim of 20: plain PyTorch, in pieces"
+    reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)
     assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]

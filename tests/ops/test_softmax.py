@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +223,14 @@ def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along() -> None
             ours = torch.autograd.grad((flexops.scaled_masked_softmax(x, mask, 0.3) * weights).sum(), inputs)
             torchs = torch.autograd.grad((torch.softmax(x * 0.3 + mask, -1) * weights).sum(), inputs)
             torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan, 1e39, None, "2"])
+def test_a_scale_that_is_no_finite_number_is_rejected(scale: Any) -> None:
+    error = ValueError if isinstance(scale, float) else TypeError
+    for name in ("causal_softmax", "scaled_masked_softmax"):
+        with pytest.raises(error, match=rf"flexops\.{name}: scale must be "):
+            getattr(flexops, name)(torch.ones(2, 3), scale=scale)
 
 
 def test_self_check() -> None:
