@@ -124,13 +124,11 @@ def _modules(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def complete_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
-    """A page that was added to docs/ and to no section of index.md is listed with the guides, and so never lost; all reports are below the benchmarks."""
+    """A page that was added to docs/ and to no section of index.md is listed with the guides, and so never lost."""
     if name == "index":
         listed = set(re.findall(r"^([\w-]+)$", source[0], re.MULTILINE))
         pages = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in {"index", *listed})
         source[0] = source[0].replace(PLACE, "\n".join(pages))
-    if name == "benchmarks/README":
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
 
 def link_to_repository(_app: Sphinx, name: str, source: list[str]) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from .. import _json, settings, toolchain
 from ..bench import build_ladder, build_markdown, build_text, machine, ops_markdown, ops_plot, ops_text, plot
+from ..bench import text as bench_text
 from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
 from ..bench.results import Results
@@ -133,7 +134,7 @@ def ops(
     if chart:
         ops_plot.save(run.results, ops_text.title(run.results, run.device), str(run.machine), chart)
     if as_json:
-        typer.echo(json.dumps(run.as_dict(), indent=1))
+        typer.echo(bench_text.as_json(run.as_dict()))
     elif as_markdown:
         typer.echo(ops_markdown.tables(run.results))
     else:
