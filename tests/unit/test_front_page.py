@@ -86,6 +86,25 @@ def test_documentation_stays_small() -> None:
     assert sum(path.stat().st_size for path in pictures) <= 250_000
 
 
+def test_it_fits_the_column_of_github() -> None:
+    """Prose wraps in any column; code does not, and 88 columns of it are shown."""
+    work = "## Work on it"  # its two commands are to be one: its comments may be cut off till then
+    code = README.partition(work)[0] + README.partition(work)[2].partition("\n## ")[2]
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", code, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 6
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+    table = README.partition("<!-- tested-with:begin -->")[2].partition("<!-- tested-with:end")[0]
+    prose = README.replace(table, "")
+    assert [line for line in prose.splitlines() if len(line) > 100] == []
+
+
+def test_the_first_screen_has_a_line_for_each_way_in() -> None:
+    first = README.partition("\n## ")[0]
+    for command in ("pip install dist/", "flexops image build", "conda install", "flexops.patch("):
+        assert command in first
+    assert len(first.splitlines()) < 60
+
+
 def test_the_code_calls_what_there_is() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     names = set(re.findall(r"flexops\.((?:optim\.)?\w+)", code))
