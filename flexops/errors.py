@@ -34,7 +34,7 @@ class FlexopsError(Exception):
 
 
 class SettingsError(FlexopsError):
-    """An environment variable holds a value that flexops does not understand."""
+    """An environment variable, or an argument of the command line, has a value that is not understood."""
 
     exit_code = 2
 

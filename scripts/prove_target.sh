@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What holds with a row's own torch, on any machine, without a GPU: makes an environment with that torch (up to 10 GB for CUDA), compiles, links and opens
-# every library in it, holds each operator on the CPU against its reference, runs the tests, writes all of that into docs/proven.json and the tables
-# of targets, and removes the environment. Fails if anything is not as it should be; tests that fail are written down, too.
+# every library in it, holds each operator on the CPU against its reference, runs the tests, writes what came of it into
+# tests/golden/tested-with.json and the table "tested with", and removes the environment. Fails if anything is wrong; tests that fail are recorded, too.
 #   bash scripts/prove_target.sh ID [SUITE...]   a suite is what pytest gets, "tests/ops -k rope" say; the default is SUITES below
 #   FLEXOPS_PROVE_KEEP=1                         keeps the environment, .flexops/prove-<torch's toolkit>, for the next time
 set -euo pipefail

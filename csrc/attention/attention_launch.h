@@ -1,6 +1,6 @@
 // What attention's launchers share: the kernels of a tiling, by type and score modifier, and what they are told of a call. Each direction's
 // launcher chooses among its tilings; the kernels' pages say what the tiles are, and which ones are taken was measured
-// (docs/benchmarks/2026-11-22-attention.md and 2026-11-23-attention-backward.md).
+// (docs/benchmarks/README.md).
 #pragma once
 
 #include "attention/attention.cuh"

@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 DOCS = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/flexops/flexops/blob/main/"
 PLACE = "{pages that no section names}"
+MARKS = "<!-- {0}:begin -->", "<!-- {0}:end -->"
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -124,13 +125,42 @@ def _modules(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def complete_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
-    """A page that was added to docs/ and to no section of index.md is listed with the guides, and so never lost; all reports are below the benchmarks."""
+    """A page that was added to docs/ and to no section of index.md is listed with the guides, and so never lost."""
     if name == "index":
         listed = set(re.findall(r"^([\w-]+)$", source[0], re.MULTILINE))
         pages = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in {"index", *listed})
         source[0] = source[0].replace(PLACE, "\n".join(pages))
-    if name == "benchmarks/README":
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+
+def front_page(app: Sphinx, name: str, source: list[str]) -> None:
+    """The site's front page is the README, with the install selector in the place of its commands."""
+    if name != "index" or Path(app.srcdir) != DOCS:  # a test builds a page of its own
+        return
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8").partition("\n")[2]
+    before, _, after = _cut(readme, "install")
+    for part, text in (("readme", before), ("rest", after)):
+        head, _, tail = _cut(source[0], part)
+        source[0] = head + _links_of_docs(text) + tail
+
+
+def _cut(text: str, part: str) -> tuple[str, str, str]:
+    """What is before, between and after the marks of a part."""
+    begin, end = (mark.format(part) for mark in MARKS)
+    before, found, rest = text.partition(begin)
+    inside, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"no place called {part}: a line {begin} and, after it, a line {end}")
+    return before, inside, after
+
+
+def _links_of_docs(text: str) -> str:
+    """Links of the README as a page in docs/ has them."""
+
+    def target(match: re.Match[str]) -> str:
+        link = match[1]
+        return f"]({link.removeprefix('docs/') if link.startswith('docs/') else f'../{link}'})"
+
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", target, text)
 
 
 def link_to_repository(_app: Sphinx, name: str, source: list[str]) -> None:
@@ -154,5 +184,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("command-line", CommandLine)
     app.add_directive("module-table", ModuleTable)
     app.connect("source-read", complete_navigation)
+    app.connect("source-read", front_page)
     app.connect("source-read", link_to_repository)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from .. import toolchain
 from ..compute_capability import parse_arch_list
-from ..errors import ArchitectureError, CompileError, FlexopsError, ToolchainError
+from ..errors import ArchitectureError, CompileError, FlexopsError, SettingsError, ToolchainError
 from ..op_builder import catalog
 from ..settings import Settings
 from . import machine
@@ -156,7 +156,7 @@ def run(
         ToolchainError: there is no torch, host compiler or ninja here, or nothing that compiles device code. nvcc is needed for torch's rungs only.
     """
     if unknown := set(only) - {rung.id for rung in RUNGS}:
-        raise FlexopsError(f"there is no rung called {', '.join(sorted(unknown))}", required=", ".join(rung.id for rung in RUNGS))
+        raise SettingsError(f"there is no rung called {', '.join(sorted(unknown))}", required=", ".join(rung.id for rung in RUNGS))
     if len(chosen := parse_arch_list(architecture)) != 1:
         raise ArchitectureError("the rungs with one architecture are for one", found=" ".join(map(str, chosen)), required="such as 9.0")
     tools = toolchain.discover(settings, device="cuda")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from . import timing
 from .text import columns, duration, ratio
 
@@ -221,7 +221,7 @@ def run(
     """
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise FlexopsError("there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS))
+        raise SettingsError("there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS))
     chosen = {name: CONTENDERS[name] for name in names or CONTENDERS}
     absent: dict[str, str] = {}
     if "Liger" in chosen and (missing := _no_liger(device)):

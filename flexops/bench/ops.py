@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from .._torch import compile_modes, keep_saved_memory
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from ..op_builder import loader
 from . import timing
 from .cases import Case, Setup, sources
@@ -46,7 +46,7 @@ def _check(setup: Setup) -> None:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     if setup.device not in devices:
         found = setup.device if setup.device != "cuda" else f"cuda, and torch {torch.__version__} sees no GPU"
-        raise FlexopsError("there is no such device to measure on", found=found, required=" or ".join(devices), fix="leave --device away, or flexops doctor")
+        raise SettingsError("there is no such device to measure on", found=found, required=" or ".join(devices), fix="leave --device away, or flexops doctor")
     if setup.compile and setup.compile not in (modes := compile_modes()):
         raise FlexopsError("torch.compile has no such mode", found=setup.compile, required=", ".join([*modes, "off"]), fix="--compile default")
 

@@ -73,7 +73,8 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
         figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=min(len(handles), 4), fontsize=8, frameon=False)
     figure.supxlabel("\n".join(textwrap.wrap(note, 210)), fontsize=7, color="#57606a", x=0.01, ha="left")
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "flexops"}):
+        # text as text: a third of the size
+        with matplotlib.rc_context({"svg.hashsalt": "flexops", "svg.fonttype": "none"}):
             figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise FlexopsError("the chart cannot be written", found=f"{file}: {error}", required="a .png, .svg or .pdf in a writable directory") from error

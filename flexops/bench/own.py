@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..builder.registered import here
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from . import timing
 from .cases.case import Setup
 from .text import columns, duration, ratio
@@ -95,7 +95,7 @@ def run(places: Sequence[str], setup: Setup, *, text: str = "", report: Callable
     """Measure the cases of these files and modules whose name has ``text`` in it."""
     chosen = [own for place in places for own in cases_of(place, setup) if text in own.name]
     if not chosen:
-        raise FlexopsError("there is nothing to measure", found=f"no case with {text!r} in its name" if text else "no case", fix="leave --case away")
+        raise SettingsError("there is nothing to measure", found=f"no case with {text!r} in its name" if text else "no case", fix="leave --case away")
     copy = timing.copy_bandwidth(setup.device) if any(own.bytes for own in chosen) else 0.0
     matrix = matrix_peak(setup.device) if any(own.flops for own in chosen) else 0.0
     timings = []

@@ -22,7 +22,7 @@ def main() -> None:
     try:
         call, what = chosen(request)
     except FlexopsError as error:
-        sys.exit(REFUSED + json.dumps([error.what, error.found, error.required, error.fix]))
+        sys.exit(REFUSED + json.dumps([type(error).__name__, error.what, error.found, error.required, error.fix]))
     for _ in range(3):
         call()
     on_gpu = request["device"] == "cuda"
@@ -40,7 +40,7 @@ def main() -> None:
 
 def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
     """The contender to run, and what it does in words."""
-    from flexops.errors import FlexopsError
+    from flexops.errors import SettingsError
 
     for name, calls in candidates(request):
         if request["case"] in name:
@@ -48,7 +48,7 @@ def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
             if contender in calls:
                 return calls[contender], f"{name}: {contender}"
     what = f"no case with {request['case']!r} in its name and a contender {request['contender'] or 'at all'}"
-    raise FlexopsError(what, fix="leave --case and --contender away")
+    raise SettingsError(what, fix="leave --case and --contender away")
 
 
 def candidates(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

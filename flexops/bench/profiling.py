@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import errors
 from ..errors import FlexopsError
 from .profile_child import REFUSED
 
@@ -78,8 +79,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")) if entry)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode and REFUSED in done.stderr:
-        what, found, required, fix = json.loads(done.stderr.rpartition(REFUSED)[2].splitlines()[0])
-        raise FlexopsError(what, found=found, required=required, fix=fix)
+        kind, what, found, required, fix = json.loads(done.stderr.rpartition(REFUSED)[2].splitlines()[0])
+        raise getattr(errors, kind, FlexopsError)(what, found=found, required=required, fix=fix)
     return done
 
 

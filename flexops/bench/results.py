@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import FlexopsError
+from ..errors import SettingsError
 
 FLEXOPS = "flexops"
 LEVEL = 1.02
@@ -79,7 +79,7 @@ class Results:
         """What is about the ops called ``names``, by family or by function; raises ``FlexopsError`` for a name that nothing here is about."""
         known = {name for item in self.timings for name in (item.op, item.function)}
         if unknown := sorted(set(names) - known):
-            raise FlexopsError(f"nothing was measured of {', '.join(unknown)}", required=", ".join(sorted(known)), fix="leave --op away")
+            raise SettingsError(f"nothing was measured of {', '.join(unknown)}", required=", ".join(sorted(known)), fix="leave --op away")
         timings = tuple(item for item in self.timings if {item.op, item.function} & set(names))
         cases = {item.case for item in timings}
         return Results(self.copy, timings, tuple(item for item in self.absent if item[0] in cases))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -28,3 +31,25 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))] for row in rows]
     return ["  ".join(row).rstrip() for row in cells]
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """A run as JSON that can be read and compared by line: a line for each case and part of it,
+    with all of its contenders, floats to six significant digits."""
+    parts = []
+    for name, value in data.items():
+        if isinstance(value, list) and value:
+            cases = groupby(value, key=lambda one: (one.get("case"), one.get("part")))
+            text = ",\n  ".join(json.dumps(_rounded(list(group)))[1:-1] for _, group in cases)
+            parts.append(f" {json.dumps(name)}: [\n  {text}\n ]")
+        else:
+            parts.append(f" {json.dumps(name)}: {json.dumps(_rounded(value))}")
+    return "{\n" + ",\n".join(parts) + "\n}"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from ..op_builder import layout
 from ..op_builder.schema import RESERVED
 
@@ -23,7 +23,7 @@ def write(name: str, family: str, where: Path) -> list[Path]:
     for what, given in (("a package", name), ("a family", family)):
         if not re.fullmatch(r"[a-z][a-z0-9_]*", given) or given in RESERVED:
             required = "lower-case letters, digits and underscores, no word of C++"
-            raise FlexopsError(f"{what} cannot be called {given!r}", required=required, fix="give it another name")
+            raise SettingsError(f"{what} cannot be called {given!r}", required=required, fix="give it another name")
     root = where / name
     if root.exists():
         raise FlexopsError(f"{root} is there already", required="a directory that is not there yet", fix="give the package another name, or remove it")

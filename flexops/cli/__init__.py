@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import sys
 
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 
 
 def main() -> None:
-    """Entry point of the ``flexops`` command; exits with an error's own code and says it without a traceback."""
+    """Entry point of the ``flexops`` command. An error ends it with the error's own exit code, without a traceback."""
+    if (said := _said_at_once(sys.argv[1:])) is not None:
+        print(said)
+        sys.exit(0 if sys.argv[1:] else SettingsError.exit_code)
     try:
         from ._app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise
-        mend = f"{sys.executable} -m pip install typer rich   # `{sys.executable} -m flexops.doctor` works without"
-        sys.exit(f"flexops: the command line needs {error.name}\n  fix: {mend}")
+        fix = f"{sys.executable} -m pip install typer rich   # `{sys.executable} -m flexops.doctor` works without"
+        sys.exit(f"flexops: the command line needs {error.name}\n  fix: {fix}")
     try:
         app(prog_name="flexops")  # also for `python -m flexops`: completion is installed for the command
     except FlexopsError as error:
         print(f"flexops: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _said_at_once(arguments: list[str]) -> str | None:
+    """The answer to ``--help``, ``--version`` and no arguments, without the parser, whose import takes longest."""
+    if arguments in ([], ["--help"], ["-h"]):
+        from .commands import help_text
+
+        return help_text()
+    if arguments == ["--version"]:
+        from .. import __version__
+
+        return f"flexops {__version__}"
+    return None

@@ -1,48 +1,72 @@
-"""The commands, put together."""
+"""The commands of ``commands.py`` as a typer application, each made when it is asked for."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
-from . import bench, build, cache, channel, doctor, image, inspect, new, patch, profile, target, warm, watch
+from . import commands
 from .examples import EXAMPLES
 
-app = typer.Typer(
-    name="flexops", no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    help="Fused PyTorch operators: build, check, cache, targets, benchmarks.",
-    epilog="Exit codes: 0, all is well; 1, a check or measurement failed; 2, a command line or setting that is not understood; 3 to 12, one for each "
-    "kind of error (docs/command-line.md). `flexops COMMAND --help` has examples.",
-)  # fmt: skip
-app.command("build")(build.build)
-app.command("warm")(warm.warm)
-app.command("new")(new.new)
-app.command("cmake-dir")(new.cmake_dir)
-app.command("doctor")(doctor.doctor)
-app.command("patch")(patch.patch)
-app.command("inspect")(inspect.inspect)
-app.command("profile")(profile.profile)
-app.command("sanitize")(profile.sanitize)
-app.command("watch", context_settings={"allow_interspersed_args": False})(watch.watch)
-app.add_typer(cache.app, name="cache")
-app.add_typer(target.app, name="target")
-app.add_typer(channel.app, name="channel")
-app.add_typer(image.app, name="image")
-app.add_typer(bench.app, name="bench")
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-def _add_examples(group: typer.Typer, before: str = "") -> None:
+class _Commands(TyperGroup):
+    """The group of all commands: a command's module is imported when the command is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - of the interface
+        return list(commands.table())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        row = commands.find(cmd_name)
+        if cmd_name not in self.commands and row is not None:
+            self.commands[cmd_name] = _made(cmd_name, row)
+        return self.commands.get(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        formatter.write(f"{commands.help_text()}\n")
+
+
+def _made(name: str, row: commands.Command) -> Any:
+    module, _, attribute = row.target.partition(":")
+    value = getattr(import_module(module), attribute)
+    if isinstance(value, typer.Typer):
+        _add_examples(value, f"{name} ")
+        made: Any = typer.main.get_group(value)
+        made.name = name
+        return made
+    settings = {} if row.interspersed else {"allow_interspersed_args": False}
+    one = typer.Typer(add_completion=False)
+    one.command(name, context_settings=settings, epilog=_epilog(name))(value)
+    return typer.main.get_command(one)
+
+
+def _add_examples(group: typer.Typer, before: str) -> None:
     for command in group.registered_commands:
-        name = f"{before}{command.name or getattr(command.callback, '__name__', '').replace('_', '-')}"
-        command.epilog = "\n\n".join(["Examples:", *EXAMPLES[name]])
+        own = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
+        command.epilog = _epilog(f"{before}{own}") or command.epilog
     for sub in group.registered_groups:
         if sub.typer_instance is not None:
             _add_examples(sub.typer_instance, f"{before}{sub.name} ")
 
 
-_add_examples(app)
+def _epilog(name: str, examples: Mapping[str, tuple[str, ...]] = EXAMPLES) -> str | None:
+    lines = examples.get(name)
+    return "\n\n".join(["Examples:", *lines]) if lines else None
+
+
+app = typer.Typer(
+    name="flexops",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=_HELP_OPTIONS,
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -51,6 +75,16 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def options(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False) -> None:
-    """Fused PyTorch operators: build, check, cache, targets, benchmarks."""
+@app.callback(help=commands.SUMMARY)
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help=commands.OPTIONS["--version"],
+        ),
+    ] = False,
+) -> None:
+    """The options of ``flexops`` itself."""

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from .. import _json, settings, toolchain
 from ..bench import build_ladder, build_markdown, build_text, machine, ops_markdown, ops_plot, ops_text, plot
+from ..bench import text as bench_text
 from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
 from ..bench.results import Results
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from ..op_builder.cache import replace_file
 
 _SAVE_HELP = "Keep the results here (JSON) as they come; the same command goes on after an interruption, without what it holds already."
@@ -49,7 +50,7 @@ def build(
     if chart:
         plot.check(chart)
     if earlier and (quick or only or saved):
-        raise FlexopsError("--from shows an earlier run, so there is nothing to choose", found="--quick, --rung or --save", fix="leave it away")
+        raise SettingsError("--from shows an earlier run, so there is nothing to choose", found="--quick, --rung or --save", fix="leave it away")
     ladder = _read_ladder(earlier) if earlier else _climb(arch, quick, tuple(only or ()), saved)
     if chart:
         plot.save(ladder, chart)
@@ -128,12 +129,12 @@ def ops(
     if chart:
         plot.check(chart)
     if earlier and (device or small or mode):
-        raise FlexopsError("--from shows an earlier run, so there is nothing to choose but --op", found="--device, --small or --compile", fix="leave it away")
+        raise SettingsError("--from shows an earlier run, so there is nothing to choose but --op", found="--device, --small or --compile", fix="leave it away")
     run = _read_run(earlier, tuple(op or ())) if earlier else _measure_ops(device, tuple(op or ()), small, mode)
     if chart:
         ops_plot.save(run.results, ops_text.title(run.results, run.device), str(run.machine), chart)
     if as_json:
-        typer.echo(json.dumps(run.as_dict(), indent=1))
+        typer.echo(bench_text.as_json(run.as_dict()))
     elif as_markdown:
         typer.echo(ops_markdown.tables(run.results))
     else:
@@ -244,7 +245,7 @@ def _measure_model(
     where = device or ops.default_device()
     size = size or ("1b" if where == "cuda" else "tiny")
     if size not in bench_model.SHAPES:
-        raise FlexopsError("there is no such model", found=size, required=" or ".join(bench_model.SHAPES))
+        raise SettingsError("there is no such model", found=size, required=" or ".join(bench_model.SHAPES))
     shape = bench_model.SHAPES[size]
     shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
     console = Console(stderr=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import settings, toolchain
 from ..builder import registered
-from ..errors import FlexopsError
+from ..errors import SettingsError
 from ..inspection import baseline, mix
 from ..inspection.measuring import Measured, measure, sources_of
 from ..op_builder import catalog, device_code, loader, provider
@@ -38,7 +38,7 @@ def inspect(
     with Console(stderr=True).status("flexops: compiling kernels"):
         found = measure(specs, choice.architectures, choice.compiler, chosen, kernel=kernel)
         if not found:
-            raise FlexopsError(f"{op} has no kernel with {kernel!r} in its name", found=", ".join(spec.name for spec in specs), fix=f"flexops inspect {op}")
+            raise SettingsError(f"{op} has no kernel with {kernel!r} in its name", found=", ".join(spec.name for spec in specs), fix=f"flexops inspect {op}")
         before: list[Measured] = []
         if diff:
             with sources_of(diff, specs[0].project.csrc) as csrc:

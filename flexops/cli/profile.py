@@ -15,7 +15,7 @@ import typer
 
 from ..bench import profiling
 from ..builder import registered
-from ..errors import FlexopsError, ToolchainError
+from ..errors import FlexopsError, SettingsError, ToolchainError
 from ..inspection import mix
 from ..op_builder import catalog
 
@@ -49,7 +49,13 @@ def profile(
     """Each kernel of one call: its time, and how busy memory, processors and warps are."""
     import torch
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in (None, "cpu", "cuda"):
+        raise SettingsError("there is no such device", found=str(device), required="cpu or cuda", fix="leave --device away")
+    seen = torch.cuda.is_available()
+    if device == "cuda" and not seen:
+        found = f"torch {torch.__version__} sees no GPU"
+        raise ToolchainError("there is no GPU to profile on", found=found, required="a GPU, or --device cpu", fix="flexops doctor")
+    where = device or ("cuda" if seen else "cpu")
     place = op if op.endswith(".py") or Path(op).is_file() else _cases_of(op)
     request = {"places": [place] if place else [], "op": "" if place else op, "case": case, "contender": contender, "device": where}
     ncu = mix.find_tool("ncu")
@@ -58,11 +64,12 @@ def profile(
     use_ncu = by is By.ncu or (by is None and ncu is not None and where == "cuda")
     rows = profiling.by_ncu(ncu, request) if use_ncu and ncu else profiling.by_torch(request)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps([{**row, "device": where} for row in rows], indent=1))
         return
     for line in profiling.lines(rows):
         typer.echo(line)
-    typer.echo(f"{place or op}, by {'ncu' if use_ncu else 'torch.profiler'}")
+    timed = "a GPU" if where == "cuda" else "the CPU" if seen else "the CPU: torch sees no GPU here"
+    typer.echo(f"{place or op}, by {'ncu' if use_ncu else 'torch.profiler'}, on {timed}")
 
 
 def sanitize(

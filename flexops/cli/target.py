@@ -77,14 +77,16 @@ def prove(
     Rows for AMD GPUs are compiled by the hipcc that is here, of whatever ROCm, and held against nothing.
 
     With --torch, in an environment that has a row's torch: compile and link every library against it, open each, and hold every operator's native results
-    on the CPU against its reference; --tests runs tests there, too, and what comes of them is kept by file, failures included. --update writes what was
-    proven into docs/proven.json, from which the tables of targets follow. Needs no GPU.
+    on the CPU against its reference; --tests runs tests there, too, and records how many passed and failed in each folder.
+
+    --update writes the measured resources into tests/golden/kernel-resources.json, and what was done into tests/golden/tested-with.json, from which
+    `flexops target render` writes the table "tested with". Needs no GPU.
     """
     if of_torch:
         _prove_torch(ids or [], tests or [], update, as_json)
         return
     root = rendering.checkout()
-    path = root / "docs" / "kernel-resources.json"
+    path = root / baseline.FILE
     known = baseline.read(path) if path.exists() or not update else {}
     chosen = settings.current()
     rows = [targets.load().find(one) for one in ids or ()]
@@ -104,7 +106,7 @@ def prove(
             fix="flexops target prove --help",
         )
     if update:
-        _keep(root, known, measured, [] if op or failed else amd, whole=not op)
+        _keep(root, known, measured, amd, whole=not (op or failed))
     if as_json:
         differences = [{**change._asdict(), "worse": change.worse} for change in changes]
         typer.echo(json.dumps({"kernels": [one.as_dict() for one in measured], "changes": differences, "amd": [one._asdict() for one in amd]}, indent=1))
@@ -125,16 +127,19 @@ def prove(
         raise typer.Exit(1)
 
 
-def _keep(root: Path, known: baseline.Baseline, measured: list[Measured], amd: list[hip_proof.Compiled], *, whole: bool) -> None:
-    """Write what was measured into the baseline, and what compiled into the facts."""
-    path = root / "docs" / "kernel-resources.json"
+def _keep(
+    root: Path,
+    known: baseline.Baseline,
+    measured: list[Measured],
+    amd: list[hip_proof.Compiled],
+    *,
+    whole: bool,
+) -> None:
+    """Write what was measured into the baseline; if it is of all families, into the record of tests too."""
     if measured:
-        baseline.write(path, known, measured)
-    renewed = baseline.read(path) if measured else {}
-    kernels = {place: list(renewed[place]) for place in {baseline.where(one) for one in measured}}
-    for one in amd:
-        kernels.setdefault(f"{one.compiler} {one.architecture}", []).extend(f"{one.family} {name}" for name in one.kernels)
-    proving.record(root / proven.FACTS, kernels, torch_proof.when(root), whole=whole)
+        baseline.write(root / baseline.FILE, known, measured)
+    if whole:
+        proven.write(root / proven.RECORD, proving.facts(measured, amd, torch_proof.today()))
 
 
 def _prove_torch(ids: list[str], tests: list[str], update: bool, as_json: bool) -> None:
@@ -147,24 +152,23 @@ def _prove_torch(ids: list[str], tests: list[str], update: bool, as_json: bool) 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    facts, wrong = torch_proof.prove(settings.current(), root, say=say)
-    path = root / proven.FACTS
+    facts, wrong = torch_proof.prove(settings.current(), say=say)
     if wrong:
-        say("\n".join([*wrong, "nothing was written: what is wrong comes first"]))
+        say("\n".join([*wrong, "nothing was written: fix these errors first"]))
         raise typer.Exit(1)
-    name = proven.name_of(torch.version if torch else "", facts["machine"])
-    facts["tests"] = dict(proven.read(path).get("torch", {}).get(name, {}).get("tests", {}))
+    facts["tests"] = {}
 
     def keep() -> None:
-        if update:
-            proven.write(path, "torch", name, facts)
+        if update and torch:
+            tested = torch_proof.tested(torch.version, facts, facts["tests"])
+            proven.write(root / proven.RECORD, tested)
 
     keep()
     for suite in tests:
         say(f"pytest {suite}")
-        files, failed = torch_proof.run_tests(suite, root)
+        folders, failed = torch_proof.run_tests(suite, root)
         wrong += failed
-        facts["tests"] |= files
+        facts["tests"] |= folders
         keep()  # each at once: a suite takes minutes
     typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
     if wrong:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import settings
-from ..errors import FlexopsError
+from ..errors import SettingsError
 from ..op_builder import progress, record
 from ..op_builder import warm as warming
 
@@ -27,7 +27,7 @@ def warm(
     """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
     if not records and not model:
         required = "--record FILE, of a run, or --model MODEL_CONFIG"
-        raise FlexopsError("nothing says what to make", required=required, fix="FLEXOPS_RECORD=FILE <what is to start warm>")
+        raise SettingsError("nothing says what to make", required=required, fix="FLEXOPS_RECORD=FILE <what is to start warm>")
     chosen, wanted, families = settings.current(), record.read(records or ()), _families(model) if model else ()
     with progress.shown("what is to start warm", "quiet" if as_json else chosen.log) as report:
         made = warming.make(wanted, chosen, arch_list=arch, progress=report)

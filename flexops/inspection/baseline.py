@@ -11,6 +11,8 @@ from .. import _json
 from ..errors import FlexopsError
 from .measuring import Measured
 
+FILE = "tests/golden/kernel-resources.json"
+"""Where a checkout has it."""
 NAMES = ("registers", "stack", "spill_stores", "spill_loads", "shared")
 _WITHIN_REGISTERS = 8
 """ptxas gives registers out by eight: fewer than that more are noise of its allocator."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 
 from .. import targets
 from ..compute_capability import parse_arch_list
@@ -90,21 +89,26 @@ def prove(
     return measured, compare(known, measured)
 
 
-def record(path: Path, kernels: Mapping[str, Iterable[str]], when: Mapping[str, str], *, whole: bool) -> None:
-    """Keep in ``docs/proven.json`` how many kernels compiled, by place (their names begin with their family's), and when.
-
-    Args:
-        when: date and flexops, for a place that is new, or if all of its kernels are: ``whole``. If some are, it keeps its date, and where their number
-            is another now, this flexops' commit stands behind its own.
-    """
-    before = proven.read(path).get("kernels", {})
-    for place, names in sorted(kernels.items()):
-        held, known = list(names), before.get(place)
-        since = when if whole or known is None else {name: known[name] for name in when if name in known}
-        commit = when.get("flexops", "").rpartition(" ")[2]
-        if known is not None and since is not when and known["kernels"] != len(held) and commit not in since.get("flexops", commit):
-            since = {**since, "flexops": f"{since['flexops']}+{commit}"}
-        proven.write(path, "kernels", place, {**since, "families": len({name.partition(" ")[0] for name in held}), "kernels": len(held)})
+def facts(
+    measured: Iterable[Measured], amd: Iterable[hip_proof.Compiled], date: str
+) -> list[proven.Fact]:
+    """What compiled, for the table "tested with": a fact for each toolkit and architecture."""
+    families: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for one in measured:
+        toolkit = f"CUDA {one.compiler.rpartition(' ')[2]}"
+        families[toolkit, str(one.architecture.capability.base)].add(one.family)
+    matrix = targets.load()
+    toolkits = {name: proven.toolkit_of(row) for row in matrix.targets for name in row.capabilities}
+    for compiled in amd:
+        subject = f"{compiled.architecture} by {compiled.compiler}"
+        families[toolkits.get(compiled.architecture, "ROCm"), subject].add(compiled.family)
+    own = sum(spec.project.own for spec in catalog.select(()))
+    found = []
+    for (toolkit, subject), held in sorted(families.items()):
+        outcome = "" if len(held) == own else f"{len(held)} of {own} families"
+        torch = proven.torch_of(matrix, toolkit)
+        found.append(proven.Fact(toolkit, torch, proven.KERNELS, subject, outcome, date))
+    return found
 
 
 def report(measured: Sequence[Measured], amd: Sequence[hip_proof.Compiled] = ()) -> str:

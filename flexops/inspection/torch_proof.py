@@ -6,18 +6,17 @@ Needs no GPU, and a build of torch for CUDA runs without one; where there is one
 from __future__ import annotations
 
 import datetime
-import hashlib
 import platform
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .. import __version__, toolchain
+from .. import toolchain
 from ..compute_capability import ComputeCapability
 from ..doctor import children, trial
 from ..doctor.checks.build import TOLERANCE
@@ -27,21 +26,19 @@ from ..op_builder import aot, catalog
 from ..op_builder.builder import Result
 from ..op_builder.spec import DeviceType
 from ..settings import Settings
+from ..targets import proven
 
 _LOAD_SECONDS = 300.0
 Say = Callable[[str], None]
 Facts = dict[str, Any]
-"""As ``targets/proven.py`` describes them."""
+"""What was found, by its name, as ``flexops target prove --torch`` prints it."""
 
 
-def prove(chosen: Settings, root: Path, *, say: Say = lambda _: None) -> tuple[Facts, list[str]]:
+def prove(chosen: Settings, *, say: Say = lambda _: None) -> tuple[Facts, list[str]]:
     """Prove what can be of this environment's torch.
 
-    Args:
-        root: of the checkout.
-
     Returns:
-        What is proven, as ``docs/proven.json`` keeps it, and what is wrong.
+        What is proven, and what is wrong.
 
     Raises:
         ToolchainError: there is no torch here, or no compiler.
@@ -61,10 +58,10 @@ def prove(chosen: Settings, root: Path, *, say: Say = lambda _: None) -> tuple[F
     wrong += [*unopened, *(problem for one in trials if (problem := _problem(one)))]
     here = [result.plan.device for result in results if result.entry is not None]
     facts: Facts = {
-        **when(root), "abi": torch.abi_id,
+        "abi": torch.abi_id,
         "python": platform.python_version(), "machine": platform.machine(), "compiler": _compiler(chosen),
         "compiled": {device: here.count(device) for device in dict.fromkeys(here)},
-        "opened": len(here) - len(unopened), "libraries": digest(results),
+        "opened": len(here) - len(unopened),
         "right on the CPU": sum(one.device == "cpu" and not _problem(one) for one in trials),
     }  # fmt: skip
     if gpus := [one for one in trials if one.device != "cpu"]:
@@ -76,6 +73,16 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
+def tested(version: str, facts: Facts, tests: Mapping[str, str]) -> list[proven.Fact]:
+    """What was proven of a torch of this version, for the table "tested with"."""
+    found = [(proven.OPERATORS, facts["machine"], "")]
+    if gpu := facts.get("gpu"):
+        found.append((proven.OPERATORS, gpu["name"], ""))
+    found += [(proven.TESTS, folder, outcome) for folder, outcome in tests.items()]
+    toolkit, release = proven.toolkit_of_torch(version), version.partition("+")[0]
+    return [proven.Fact(toolkit, release, *one, today()) for one in found]
+
+
 def load(results: Sequence[Result]) -> list[str]:
     """Open each library in a process that has this torch and our operators' schemas; what is wrong with those that do not open."""
     libraries = {str(result.entry.library): result.plan.name for result in results if result.entry}
@@ -85,17 +92,12 @@ def load(results: Sequence[Result]) -> list[str]:
     return [f"{name} cannot be opened: {error}" for library, name in libraries.items() if (error := told.get(library, failure))]
 
 
-def digest(results: Sequence[Result]) -> str:
-    """Of all libraries' contents: the same for two torches that were given the same files."""
-    whole = hashlib.sha256()
-    for result in sorted(results, key=lambda one: one.plan.name):
-        if result.entry and result.plan.device == "cpu":  # which every torch opens, those without CUDA too
-            whole.update(result.entry.library.read_bytes())
-    return f"sha256:{whole.hexdigest()[:16]}"
+def run_tests(arguments: str, root: Path) -> tuple[dict[str, str], list[str]]:
+    """Run the tests that pytest finds for ``arguments`` (``"tests/ops -k parity"``), on the CPU only.
 
-
-def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
-    """What came of the tests that pytest finds for ``arguments`` (``"tests/ops -k parity"``), on the CPU only, by file; and what is wrong."""
+    Returns:
+        The outcome by folder (``part of`` a folder if it was narrowed), and what is wrong.
+    """
     with tempfile.TemporaryDirectory(prefix="flexops-prove-") as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow and not image", f"--junitxml={report}", *shlex.split(arguments)]
@@ -106,11 +108,28 @@ def run_tests(arguments: str, root: Path) -> tuple[Facts, list[str]]:
             files = {}
     if not files:
         return {}, [f"pytest {arguments}: status {done.returncode}, and no test ran"]
-    narrowed = [one for one in shlex.split(arguments) if not _is_there(root / one)]  # not all of a file's tests
+    words = shlex.split(arguments)
+    whole = {one.rstrip("/") for one in words if _is_there(root / one)}
+    narrowed = len(whole) < len(words)
+    folders: dict[str, list[Facts]] = {}
+    for file, one in files.items():
+        folder = file.rpartition("/")[0] or "."
+        part = narrowed or not any(f"{folder}/".startswith(f"{name}/") for name in whole)
+        folders.setdefault("part of " * part + folder, []).append(one)
     wrong = [f"{file}: {name} fails" for file, one in files.items() for name in one["failed"]]
     if done.returncode and not wrong:
         return {}, [f"pytest {arguments}: status {done.returncode}, so not all of its tests ran"]
-    return {" ".join([file, shlex.join(narrowed)]).strip(): {**when(root), **one} for file, one in files.items()}, wrong
+    return {folder: outcome(ones) for folder, ones in folders.items()}, wrong
+
+
+def outcome(files: Sequence[Facts]) -> str:
+    """How many tests of these files passed, failed and were skipped, in words."""
+    counts = {
+        "passed": sum(one["passed"] for one in files),
+        "failed": sum(len(one["failed"]) for one in files),
+        "skipped": sum(sum(one["skipped"].values()) for one in files),
+    }
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "passed")
 
 
 def _is_there(path: Path) -> bool:
@@ -136,11 +155,6 @@ def counted(report: Path, root: Path) -> dict[str, Facts]:
     return files
 
 
-def when(root: Path) -> dict[str, str]:
-    """The day, and the flexops that is proven."""
-    return {"date": today(), "flexops": f"{__version__} {_commit(root)}".strip()}
-
-
 def _problem(one: OpTrial) -> str:
     """What is wrong with an operator's run; empty if its native kernels gave the reference's result."""
     name = f"{one.name} on {one.device}"
@@ -149,16 +163,6 @@ def _problem(one: OpTrial) -> str:
     if one.backend == "reference":
         return f"{name} is not native: {one.reason}"
     return "" if one.max_error is not None and one.max_error <= TOLERANCE else f"{name} is off by {one.max_error}"
-
-
-def _commit(root: Path) -> str:
-    """The commit that is checked out, ``-dirty`` if anything differs from it but pages, to which proofs themselves are written."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs", ":(exclude)*.md")
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def _compiler(chosen: Settings) -> str:

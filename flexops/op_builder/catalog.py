@@ -5,7 +5,7 @@ What a family is built from, and which operators it has, its folder in ``csrc/``
 
 from __future__ import annotations
 
-from ..errors import FlexopsError
+from ..errors import FlexopsError, SettingsError
 from . import declared
 from .spec import FLEXOPS, OpSpec, Project
 
@@ -68,7 +68,7 @@ def find(name: str) -> OpSpec:
     near = difflib.get_close_matches(name, dict.fromkeys([*families, *(op for spec in CATALOG for op in spec.ops)]), n=3)
     found = f"did you mean {' or '.join(near)}?" if near else ""
     required = f"{', '.join(families)}; or an operator of theirs, such as swiglu"
-    raise FlexopsError(f"there is no op called {name!r}", found=found, required=required, fix="correct the name, or install the package that has it")
+    raise SettingsError(f"there is no op called {name!r}", found=found, required=required, fix="correct the name, or install the package that has it")
 
 
 def select(names: tuple[str, ...]) -> tuple[OpSpec, ...]:

@@ -18,10 +18,10 @@ HEADER = "generated from flexops/targets/matrix.toml by `flexops target render`"
 TABLE = "docs/targets.md"
 """The page with the table of all targets."""
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
-PROVEN_BEGIN, PROVEN_END = "<!-- proven:begin -->", "<!-- proven:end -->"
-_PROVEN = {TABLE: proven.page_tables, "README.md": proven.short_table}
-"""The pages that say what was proven, between the markers."""
-_PROVEN_HEADER = f"generated from {proven.FACTS} by `flexops target render`"
+TESTED_BEGIN, TESTED_END = "<!-- tested-with:begin -->", "<!-- tested-with:end -->"
+_TESTED = (TABLE, "README.md")
+"""The pages with the table "tested with", between the markers."""
+_TESTED_HEADER = f"generated from {proven.RECORD} by `flexops target render`"
 _OWNED = "envs"
 _SEARCHED = (_OWNED, "recipe", ".devcontainer")
 """The folders whose stray generated files are removed."""
@@ -129,13 +129,13 @@ def write(matrix: Matrix, root: Path) -> Differences:
 
 def _wanted(matrix: Matrix, root: Path) -> Mapping[str, str]:
     wanted = {**files(matrix), TABLE: page(matrix, _read(root / TABLE))}
-    facts = proven.read(root / proven.FACTS)
-    for path, lines in _PROVEN.items():
+    tested = proven.table(matrix, proven.read(root / proven.RECORD))
+    body = "\n".join([TESTED_BEGIN, f"<!-- {_TESTED_HEADER} -->", *tested, TESTED_END])
+    for path in _TESTED:
         text = wanted.get(path) or _read(root / path)
-        if text and PROVEN_BEGIN in text:
-            before, _, rest = text.partition(PROVEN_BEGIN)
-            body = "\n".join([PROVEN_BEGIN, f"<!-- {_PROVEN_HEADER} -->", *lines(matrix, facts), PROVEN_END])
-            wanted[path] = before + body + rest.partition(PROVEN_END)[2]
+        if text and TESTED_BEGIN in text:
+            before, _, rest = text.partition(TESTED_BEGIN)
+            wanted[path] = before + body + rest.partition(TESTED_END)[2]
     return wanted
 
 

@@ -57,8 +57,11 @@ __all__ = [
 ]
 
 
+_MODULES = ("architectures", "compat", "diagnosis", "discovery", "gpus", "model", "resources")
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("architectures", "compat", "gpus", "resources"):
+    if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

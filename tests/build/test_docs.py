@@ -73,12 +73,12 @@ def test_every_public_name_is_on_a_page_of_the_api(site: dict[Path, Page]) -> No
     assert sorted(set(names) - described) == []
 
 
-def leaves(name: str, commands: dict[str, Any]) -> Iterator[str]:
-    for sub, command in commands.items():
-        if hasattr(command, "commands"):
-            yield from leaves(f"{name}-{sub}", command.commands)
-        else:
-            yield f"{name}-{sub}"
+def leaves(name: str, tool: Any) -> Iterator[str]:
+    if not hasattr(tool, "list_commands"):
+        yield name
+        return
+    for sub in tool.list_commands(None):
+        yield from leaves(f"{name}-{sub}", tool.get_command(None, sub))
 
 
 @pytest.mark.extra
@@ -86,10 +86,50 @@ def test_every_command_is_on_the_command_line_s_page(site: dict[Path, Page]) -> 
     typer = import_module("typer")
     from flexops.cli._app import app
 
-    top = typer.main.get_command(app).commands
-    commands = list(leaves("flexops", top))
+    commands = list(leaves("flexops", typer.main.get_command(app)))
     assert {"flexops-cache-prune", "flexops-cache-remote-list", "flexops-doctor"} <= set(commands)
     assert sorted(set(commands) - site[Path("command-line.html")].ids) == []
+
+
+class Selector(HTMLParser):
+    """The classes of each element that is a child of the install selector, in their order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.children: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        if self.open[-1:] == ["install"]:
+            self.children.append(found.get("id") or found.get("class") or tag)
+        if tag == "div":
+            self.open.append(found.get("class") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "div":
+            self.open.pop()
+
+
+def test_the_front_page_is_the_readme_with_an_install_selector(
+    site: dict[Path, Page], tmp_path: Path
+) -> None:
+    """One way for each platform and installer, after the buttons that show it; and the chart."""
+    page = site[Path("index.html")]
+    assert {"a-kernel-of-your-own", "operators", "limits"} <= page.ids
+    assert "_images/training-step.svg" in page.links
+    (tmp_path / "selector.html").write_text((DOCS / "index.md").read_text())
+    children = Selector(tmp_path / "selector.html").children
+    buttons = [one for one in children if one in ("cuda", "rocm", "cpu", "pip", "docker", "conda")]
+    ways = [set(one.split()) for one in children if one.startswith("way ")]
+    assert len(buttons) == 6
+    assert children.index("conda") < min(children.index(one) for one in children if " " in one)
+    css = (DOCS / "_static/site.css").read_text()
+    for platform in buttons[:3]:
+        for installer in buttons[3:]:
+            assert sum({platform, installer} <= way for way in ways) == 1, (platform, installer)
+            assert f"#{platform}:checked ~ #{installer}:checked ~ .{platform}.{installer}" in css
 
 
 @pytest.mark.extra

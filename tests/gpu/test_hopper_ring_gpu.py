@@ -1,7 +1,7 @@
 """A ring of stages between a producer's warp and a consumer's, by the barriers of ``csrc/common/hopper.cuh``, as attention's backward has one for exponents.
 
 Also a program, for compute-sanitizer: what its racecheck makes of a ring that is right, and of one with a fault, is told in
-``docs/benchmarks/2026-11-23-attention-backward.md``, "Races"::
+``docs/benchmarks/README.md``, "Attention on a GPU"::
 
     compute-sanitizer --tool racecheck python tests/gpu/test_hopper_ring_gpu.py COPY MEET FAULT
 """

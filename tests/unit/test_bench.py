@@ -277,12 +277,12 @@ def test_an_earlier_run_is_shown(saved_run: Path) -> None:
 def test_no_table_is_wider_than_a_narrow_terminal() -> None:
     """Of the runs that are kept here. The lines above and below a table may be longer: a terminal wraps them."""
     kept = Path(__file__).parents[2] / "docs" / "benchmarks"
-    tables = list(ops_text.lines(Results.from_dict(json.loads((kept / "2026-11-22-h200-operators.json").read_text()))))
-    for file in kept.glob("*-build*.json"):
+    tables = list(ops_text.lines(Results.from_dict(json.loads((kept / "operators-h200.json").read_text()))))
+    for file in kept.glob("build*.json"):
         text = "\n".join(build_text.lines(Ladder.from_dict(json.loads(file.read_text()))))
         tables += text.partition("one architecture:")[0].splitlines()
     tables = [line for line in tables if not line.startswith("not measured:")]
-    assert len(tables) > 300
+    assert len(tables) > 200
     assert max(map(len, tables)) <= 80, max(tables, key=len)
 
 

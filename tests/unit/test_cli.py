@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import os
 import re
 import shlex
@@ -17,25 +19,28 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import flexops
 from flexops import errors
+from flexops.cli import main
 from flexops.cli._app import app
+from flexops.cli.commands import COMMANDS, GROUP, OPTIONS, help_text
 from flexops.cli.examples import EXAMPLES
 from flexops.errors import FlexopsError
 
 ROOT = Path(__file__).parents[2]
 
 
-def commands(group: typer.Typer, *before: str) -> Iterator[tuple[str, ...]]:
+COMMAND: Any = typer.main.get_command(app)
+
+
+def commands(tool: Any, *before: str) -> Iterator[tuple[str, ...]]:
     yield before
-    for command in group.registered_commands:
-        yield (*before, command.name or getattr(command.callback, "__name__", "").replace("_", "-"))
-    for sub in group.registered_groups:
-        assert sub.typer_instance is not None
-        yield from commands(sub.typer_instance, *before, str(sub.name))
+    for name in tool.list_commands(None) if hasattr(tool, "list_commands") else ():
+        yield from commands(tool.get_command(None, name), *before, name)
 
 
 def test_every_command_has_a_short_option_for_help() -> None:
-    found = list(commands(app))
+    found = list(commands(COMMAND))
     assert len(found) > 25
     for command in found:
         short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
@@ -43,24 +48,20 @@ def test_every_command_has_a_short_option_for_help() -> None:
         assert short.output == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
 
 
-COMMAND: Any = typer.main.get_command(app)
-"""Made once: to make it takes a tenth of a second."""
-
-
 def parse(words: list[str]) -> None:
     """Raise if the command line is not understood; runs nothing."""
     tool = COMMAND
     context = tool.make_context("flexops", words, allow_interspersed_args=False)
     while words := [*getattr(context, "_protected_args", ()), *context.args] if hasattr(tool, "commands") else []:
-        tool = tool.commands[words[0]]
+        tool = tool.get_command(context, words[0])
         context = tool.make_context(words[0], words[1:], parent=context)
 
 
 def test_examples_are_understood() -> None:
-    found = [" ".join(command) for command in commands(app)]
+    found = [" ".join(command) for command in commands(COMMAND)]
     assert sorted(EXAMPLES) == sorted(one for one in found if not any(other.startswith(f"{one} ") for other in found) and one)
     for name, lines in EXAMPLES.items():
-        tool = functools.reduce(lambda group, word: group.commands[word], name.split(), COMMAND)
+        tool = functools.reduce(lambda group, word: group.get_command(None, word), name.split(), COMMAND)
         assert tool.epilog == "\n\n".join(["Examples:", *lines])
         for line in lines:
             if line.startswith("flexops"):
@@ -134,29 +135,190 @@ def test_completion_can_be_installed_and_completes(shell: str, tmp_path: Path, r
 
 def test_usage_names_the_command_however_it_was_started() -> None:
     """Python's own options do not hide that it is the command line, which starts without torch."""
-    command = [sys.executable, "-X", "importtime", "-W", "ignore", "-m", "flexops", "target", "-h"]
+    options = ["-X", "dev", "-W", "ignore"]
+    command = [sys.executable, *options, "-m", "flexops", "target", "-h"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Usage: flexops target" in done.stdout
-    assert {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()} & {"flexops", "torch"} == {"flexops"}
+    asks = "import sys, flexops; sys.orig_argv[1:] = {!r}; print(flexops._is_command_line())"
+    program = [sys.executable, "-c", asks.format(command[1:])]
+    told = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert told.stdout == "True\n"
 
 
-@pytest.mark.parametrize("width", [80, 100])
-def test_the_list_of_targets_fits_a_terminal(width: int) -> None:
-    shown = CliRunner().invoke(app, ["target", "list"], env={"COLUMNS": str(width)}).output
-    assert max(map(len, shown.splitlines())) <= width
+MODULES = "its modules: "
+CHILD = f"""import atexit, runpy, sys
+atexit.register(lambda: print({MODULES!r}, *sys.modules, file=sys.stderr))
+sys.orig_argv[1:] = ["-m", "flexops", *sys.argv[1:]]
+runpy.run_module("flexops", run_name="__main__", alter_sys=True)"""
+
+
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, which lists its modules on stderr when it ends.
+
+    ``-X importtime`` would miss what ``importlib.import_module`` imports.
+    """
+    command = [sys.executable, "-c", CHILD, *arguments]
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    return set(done.stderr.rpartition(MODULES)[2].split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "listed"),
+    ("arguments", "code"), [(["--help"], 0), (["-h"], 0), (["--version"], 0), ([], 2)]
+)
+def test_help_and_version_need_no_parser(arguments: list[str], code: int) -> None:
+    """What takes long to import stays out, so that they answer as fast as Python starts."""
+    done = started(*arguments)
+    assert done.returncode == code
+    slow = {"torch", "typer", "click", "rich", "numpy", "flexops.op_builder", "flexops.toolchain"}
+    assert imported(done) & slow == set()
+    said = f"flexops {flexops.__version__}" if "--version" in arguments else "Usage: flexops"
+    assert done.stdout.startswith(said)
+
+
+def test_a_command_imports_its_own_module_only() -> None:
+    found = imported(started("new", "--help"))
+    modules = {row.target.partition(":")[0] for row in COMMANDS.values()}
+    assert found & modules == {"flexops.cli.new"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_of_commands_says_what_their_help_says(name: str) -> None:
+    tool = COMMAND.get_command(None, name)
+    first = inspect.cleandoc(tool.help).partition("\n\n")[0].replace("\n", " ")
+    assert COMMANDS[name].summary == first
+
+
+def test_the_help_names_every_option_and_command() -> None:
+    said = CliRunner().invoke(app, ["--help"], prog_name="flexops").output
+    assert said.splitlines() == help_text().splitlines()
+    context = COMMAND.make_context("flexops", ["doctor"])
+    options = [", ".join(sorted(one.opts, key=len)) for one in COMMAND.get_params(context)]
+    assert sorted(options) == sorted(OPTIONS)
+    assert all(re.search(rf"^  {name} ", said, re.MULTILINE) for name in (*OPTIONS, *COMMANDS))
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_another_distribution_adds_commands(tmp_path: Path) -> None:
+    """By an entry point. It cannot replace one of ours, and one that fails hides no others."""
+    (tmp_path / "extra.py").write_text(
+        "import typer\n"
+        "from flexops.cli.commands import Command\n"
+        "def polish(times: int = 1) -> None:\n"
+        "    'Polish it.'\n"
+        "    typer.echo(f'polished {times} times')\n"
+        "def doctor() -> None: typer.echo('not the doctor')\n"
+        "COMMANDS = {'polish': Command('extra:polish', 'Polish it.'),\n"
+        "            'doctor': Command('extra:doctor', 'No.')}\n"
+    )
+    information = tmp_path / "extra-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
+    points = f"[{GROUP}]\nbroken = nothing:COMMANDS\nextra = extra:COMMANDS\n"
+    (information / "entry_points.txt").write_text(points)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    shown = started("--help", PYTHONPATH=path)
+    assert re.search(r"^  polish +Polish it\.$", shown.stdout, re.MULTILINE)
+    assert "No." not in shown.stdout.splitlines()
+    assert "flexops: no commands of nothing:COMMANDS" in shown.stderr
+    assert started("polish", "--times", "3", PYTHONPATH=path).stdout == "polished 3 times\n"
+    assert "not the doctor" not in started("doctor", "--help", PYTHONPATH=path).stdout
+
+
+EXIT_CODES: dict[str, int] = {
+    "nothing": 2,
+    "cache nothing": 2,
+    "cmake-dir superfluous": 2,
+    "build --nothing": 2,
+    "build --device tpu": 2,
+    "build --jobs 0": 2,
+    "build nothing": 2,
+    "build --arch 99.9x": 4,
+    "warm": 2,
+    "warm --record /nonexistent": 1,
+    "warm --model /nonexistent": 12,
+    "new": 2,
+    "new 1bad": 2,
+    "patch /nonexistent/config.json": 12,
+    "inspect nothing --arch 9.0": 2,
+    "inspect lion --arch zz": 4,
+    "profile": 2,
+    "profile lion --device tpu": 2,
+    "sanitize": 2,
+    "watch": 2,
+    "watch /nonexistent -- true": 1,
+    "cache prune --max-size abc": 2,
+    "cache export": 2,
+    "cache import /nonexistent": 7,
+    "cache remote list": 7,
+    "target show": 2,
+    "target show nothing": 3,
+    "target prove nothing": 3,
+    "target lock nothing": 3,
+    "channel build --variant nothing": 3,
+    "channel index --channel /nonexistent": 11,
+    "channel check --channel /nonexistent": 11,
+    "image build nothing": 3,
+    "image run nothing": 3,
+    "image check nothing": 3,
+    "bench build --rung nothing": 2,
+    "bench build --from /nonexistent": 1,
+    "bench build --from /nonexistent --quick": 2,
+    "bench ops --op nothing": 2,
+    "bench ops --device tpu": 2,
+    "bench ops --from /nonexistent": 1,
+    "bench run /nonexistent.py": 1,
+    "bench model --size nothing": 2,
+    "bench model --contender nothing": 2,
+    "bench model --from /nonexistent": 1,
+}
+"""As docs/command-line.md has them: by what is wrong with the command line."""
+
+
+@pytest.mark.parametrize("line", EXIT_CODES)
+def test_an_exit_code_says_what_is_wrong(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``main`` itself, with the modules that it needs imported already."""
+    monkeypatch.setattr(sys, "argv", ["flexops", *shlex.split(line)])
+    monkeypatch.delenv("FLEXOPS_CACHE_REMOTE", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == EXIT_CODES[line]
+
+
+def test_every_command_has_an_exit_code_in_the_table() -> None:
+    """Those left out take no argument that can be wrong, or ask a machine for its state."""
+    named = {words for line in EXIT_CODES for words in commands(COMMAND) if line.startswith(" ".join(words))}
+    without = {" ".join(words) for words in commands(COMMAND)} - {" ".join(words) for words in named}
+    groups = {"bench", "cache", "cache remote", "channel", "image", "target"}
+    assert without - groups == {
+        "doctor", "cache info", "cache stats", "cache list", "cache clear", "cache remote prune",
+        "cache remote verify", "target list", "target render", "target detect", "image list",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["FLEXOPS_FALLBACK", "MAX_JOBS", "FLEXOPS_CACHE_MAX_SIZE"])
+def test_a_setting_that_is_not_understood_is_exit_code_2(name: str) -> None:
+    assert started("cache", "info", **{name: "nothing"}).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "seen", "said"),
     [
-        (("target", "show", "cu999"), "cu130-sm90"),
-        (("target", "lock", "cu999"), "cu130"),
-        (("bench", "ops", "--op", "sqrt"), "rms_norm"),
-        (("bench", "build", "--rung", "ladder"), "flexops-cold"),
-        (("build", "sqrt"), "norm"),
+        (None, False, "on the CPU: torch sees no GPU here"),
+        ("cpu", True, "on the CPU"),
+        (None, True, "on a GPU"),
     ],
 )
-def test_a_name_that_matches_nothing_fails_with_those_there_are(arguments: tuple[str, ...], listed: str) -> None:
-    with pytest.raises(FlexopsError) as caught:
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert listed in caught.value.required
+def test_a_profile_says_what_was_timed(
+    given: str | None, seen: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: seen)
+    monkeypatch.setattr("flexops.bench.profiling.by_torch", lambda _: [{"kernel": "k"}])
+    options = ["--by", "torch", *(["--device", given] if given else [])]
+    done = CliRunner().invoke(app, ["profile", "rms_norm", *options], catch_exceptions=False)
+    assert done.output.splitlines()[-1] == f"rms_norm, by torch.profiler, {said}"
+    rows = CliRunner().invoke(app, ["profile", "rms_norm", *options, "--json"]).stdout
+    assert json.loads(rows) == [{"kernel": "k", "device": "cuda" if said == "on a GPU" else "cpu"}]

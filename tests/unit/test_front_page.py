@@ -11,32 +11,98 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 import flexops
+from flexops.cli._app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DATA = ROOT / "docs/benchmarks/2026-11-23-training-step.json"
+RESULTS = ROOT / "docs/benchmarks"
+DATA = RESULTS / "training-step.json"
+CHARTS = ("attention-h200", "operators-h200")
 
 
 def test_the_picture_is_of_the_data(tmp_path: Path, require: Callable[..., None]) -> None:
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     (tmp_path / DATA.name).write_text(DATA.read_text())
-    command = [sys.executable, str(ROOT / "scripts/plot_training_step.py"), str(tmp_path / DATA.name)]
+    script = str(ROOT / "scripts/plot_training_step.py")
+    command = [sys.executable, script, str(tmp_path / DATA.name)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    for name in (f"{DATA.stem}.svg", f"{DATA.stem}-losses.svg"):
-        assert (tmp_path / name).read_text() == (DATA.parent / name).read_text(), "python scripts/plot_training_step.py"
+    name = f"{DATA.stem}.svg"
+    assert (tmp_path / name).read_text() == (RESULTS / name).read_text(), script
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_chart_of_operators_is_of_its_data(
+    name: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    run = ["bench", "ops", "--from", str(RESULTS / f"{name}.json"), "--plot"]
+    CliRunner().invoke(app, [*run, str(tmp_path / "chart.svg")], catch_exceptions=False)
+    assert (tmp_path / "chart.svg").read_text() == (RESULTS / f"{name}.svg").read_text()
 
 
 def test_the_picture_shown_is_the_newest_measurement() -> None:
-    shown = re.findall(r"!\[[^]]*\]\((docs/benchmarks/[^)]*training-step\.svg)\)", README)
-    newest = max((ROOT / "docs/benchmarks").glob("*-training-step.json"))
-    assert shown == [str(newest.with_suffix(".svg").relative_to(ROOT))]
+    shown = re.findall(r"!\[[^]]*\]\((docs/benchmarks/[^)]*\.svg)\)", README)
+    assert shown == [str(DATA.with_suffix(".svg").relative_to(ROOT))]
 
 
 def test_every_bar_has_its_line_in_the_report() -> None:
-    report = DATA.with_suffix(".md").read_text()
+    report = (RESULTS / "README.md").read_text()
     for one in json.loads(DATA.read_text())["results"]:
         assert f"| {one['milliseconds']} | {one['gibibytes']} |" in report, one["name"]
+
+
+def test_the_table_of_attention_is_of_its_data() -> None:
+    report = (RESULTS / "README.md").read_text()
+    rates: dict[str, dict[tuple[str, str], int]] = {}
+    for one in json.loads((RESULTS / "attention-h200.json").read_text())["timings"]:
+        case = rates.setdefault(one["case"].removeprefix("attention bf16 "), {})
+        case[one["contender"], one["part"]] = round(one.get("rate", 0.0) / 1e12)
+    rows = re.findall(r"^\| (\d+x\d\S+ \w+) \| (.*) \|$", report, re.MULTILINE)
+    assert len(rows) == 7
+    for case, cells in rows:
+        ours, cudnn, flash = (
+            f"{rates[case][who, 'forward']} / {rates[case][who, 'backward']}"
+            for who in ("flexops", "cuDNN", "torch's flash")
+        )
+        assert cells == f"{ours} | {cudnn} | {flash}", case
+
+
+def test_the_page_of_results_is_one_and_its_data_are_short() -> None:
+    assert [path.name for path in RESULTS.glob("*.md")] == ["README.md"]
+    for path in RESULTS.glob("*.json"):
+        assert len(path.read_text().splitlines()) <= 300, path.name
+
+
+def test_documentation_stays_small() -> None:
+    """In KB, as they were when raw data and run logs were removed; pictures apart from the rest."""
+    files = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
+    pictures = [path for path in files if path.suffix in (".svg", ".png")]
+    text = [path for path in files if path not in pictures and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in text) <= 450_000
+    assert sum(path.stat().st_size for path in pictures) <= 250_000
+
+
+def test_it_fits_the_column_of_github() -> None:
+    """Prose wraps in any column; code does not, and 88 columns of it are shown."""
+    work = "## Work on it"  # its two commands are to be one: its comments may be cut off till then
+    code = README.partition(work)[0] + README.partition(work)[2].partition("\n## ")[2]
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", code, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 6
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+    table = README.partition("<!-- tested-with:begin -->")[2].partition("<!-- tested-with:end")[0]
+    prose = README.replace(table, "")
+    assert [line for line in prose.splitlines() if len(line) > 100] == []
+
+
+def test_the_first_screen_has_a_line_for_each_way_in() -> None:
+    first = README.partition("\n## ")[0]
+    for command in ("pip install dist/", "flexops image build", "conda install", "flexops.patch("):
+        assert command in first
+    assert len(first.splitlines()) < 60
 
 
 def test_the_code_calls_what_there_is() -> None:

@@ -117,6 +117,6 @@ def test_what_is_no_cubin_is_refused(code: bytes) -> None:
 
 
 def test_the_baseline_is_committed_for_the_tests_compilers() -> None:
-    known = baseline.read(Path(__file__).parents[2] / "docs" / "kernel-resources.json")
+    known = baseline.read(Path(__file__).parents[2] / baseline.FILE)
     assert {f"NVRTC {version} sm_{sm}" for version in ("12.1", "13.0") for sm in (80, 86, 89, 90)} <= set(known)
     assert all(len(values) == len(baseline.NAMES) for kernels in known.values() for values in kernels.values())

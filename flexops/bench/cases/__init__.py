@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from ...errors import FlexopsError
+from ...errors import SettingsError
 from .case import Case as Case
 from .case import Setup as Setup
 
@@ -56,5 +56,5 @@ def sources(ops: Sequence[str]) -> tuple[Source, ...]:
     known = {name for source in SOURCES for name in (source.family, *source.functions)}
     unknown = sorted(set(ops) - known)
     if unknown:
-        raise FlexopsError(f"no benchmark for {', '.join(unknown)}", required=", ".join(sorted(known)), fix="flexops bench ops --help")
+        raise SettingsError(f"no benchmark for {', '.join(unknown)}", required=", ".join(sorted(known)), fix="flexops bench ops --help")
     return tuple(source for source in SOURCES if not ops or set(ops) & {source.family, *source.functions})
