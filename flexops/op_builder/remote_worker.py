@@ -218,10 +218,12 @@ class Registry:
         folder = os.environ.get("DOCKER_CONFIG")  # oras itself looks into ~/.docker only
         logins = [os.path.join(folder, "config.json")] if folder else None
         self.client.auth.load_configs(self._container("x"), logins)
-        if basic and not getattr(self.client.auth, "_basic_auth", None):
-            raise Problem(f"{host} requires a user and password", f"docker login {host}")
         if basic:  # with the first request: a body that was rejected could not be sent again
-            session.headers.update(self.client.auth.get_auth_header())
+            try:
+                session.headers.update(self.client.auth.get_auth_header())
+            except AttributeError:  # oras has no credentials for it
+                fix = f"docker login {host}"
+                raise Problem(f"{host} requires a user and password", fix) from None
 
     def get(self, name: str, file: str, most: int) -> dict[str, object]:
         container = self._container(name)

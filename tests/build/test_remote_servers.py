@@ -154,17 +154,15 @@ def test_a_store_that_ignores_conditions_is_detected(
         caplog.clear()
 
 
-def test_a_registry_without_a_login_says_so_at_once(
+def test_a_registry_without_a_login_says_so(
     registry: tuple[str, str], machines: Machines, opened: Open, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    started = time.monotonic()
     there = opened(f"oci://{registry[0]}/team/x", limit=10.0)
     assert answer(machines.obtain("first", there).library) == 42
     assert there.problem == f"{registry[0]} requires a user and password"
-    assert time.monotonic() - started < 30
 
 
 # ---- a failure is not for ever ------------------------------------------------------------------
