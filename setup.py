@@ -2,7 +2,7 @@
 ``FLEXOPS_WHEEL=x86_64`` (or ``aarch64``) their host code, for every torch with the stable ABI.
 
 Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and ``bdist_wheel`` know of it; how it is built is the business of
-``flexops.op_builder``. The libraries need no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
+``flexops.build``. The libraries need no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ sys.path.insert(0, str(ROOT))
 sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
 
 from flexops import settings, toolchain  # noqa: E402
+from flexops.build.deliver import aot
+from flexops.build.describe import catalog  # noqa: E402
 from flexops.builder.packaging import PlatformWheel  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
-from flexops.op_builder import aot, catalog  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
 EXAMPLE = ["builder/example/**", "builder/example/.github/**"]

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import optim as optim
     from . import patching as patching
+    from .build.load.extension import load as load
+    from .build.load.extension_inline import load_inline as load_inline
+    from .build.load.loader import FallbackWarning as FallbackWarning
+    from .build.load.loader import OpStatus as OpStatus
+    from .build.load.loader import status as status
+    from .build.store.counters import cache_stats as cache_stats
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
-    from .op_builder.counters import cache_stats as cache_stats
-    from .op_builder.extension import load as load
-    from .op_builder.extension_inline import load_inline as load_inline
-    from .op_builder.loader import FallbackWarning as FallbackWarning
-    from .op_builder.loader import OpStatus as OpStatus
-    from .op_builder.loader import status as status
     from .ops._score_mod import ScoreMod as ScoreMod
     from .ops.activation import bias_gelu as bias_gelu
     from .ops.activation import bias_silu as bias_silu
@@ -68,10 +68,10 @@ _NAMES = {
     "builder": ("builder",),
     "kernels.definition": ("Kernel", "kernel"),
     "nn": ("nn",),
-    "op_builder.counters": ("cache_stats",),
-    "op_builder.extension": ("load",),
-    "op_builder.extension_inline": ("load_inline",),
-    "op_builder.loader": ("FallbackWarning", "OpStatus", "status"),
+    "build.store.counters": ("cache_stats",),
+    "build.load.extension": ("load",),
+    "build.load.extension_inline": ("load_inline",),
+    "build.load.loader": ("FallbackWarning", "OpStatus", "status"),
     "ops.activation": ("bias_gelu", "bias_silu", "geglu", "swiglu"),
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),

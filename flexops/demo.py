@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import optim
-from .op_builder.loader import status
+from .build.load.loader import status
 from .ops.quant import dequantize, quantize
 
 STEPS = 60

@@ -9,7 +9,8 @@ os.environ.update(FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
 import torch
 
 import flexops
-from flexops.op_builder import layout, loader
+from flexops.build.describe import layout
+from flexops.build.load import loader
 
 shipped = sorted(path.name for path in layout.aot_root().iterdir())
 for name in shipped:

@@ -25,7 +25,7 @@ NEEDED = ("sphinx", "myst_parser", "sphinx_copybutton", "furo", "torch", "typer"
 """What builds the site, and what the modules import whose docstrings are in it."""
 HEAD = """# Troubleshooting
 
-<!-- generated from flexops/op_builder/diagnose.py and flexops/doctor/checks by `python scripts/build_docs.py --render` -->
+<!-- generated from flexops/build/compile/diagnose.py and flexops/doctor/checks by `python scripts/build_docs.py --render` -->
 
 Begin with `flexops doctor`: it looks at all of this, and names what was found, what is required and the mend, for this machine. `flexops.status()` says,
 family by family, what runs and why. `FLEXOPS_LOG=debug` shows every command of a build. What follows is all
@@ -37,7 +37,7 @@ def diagnose() -> ModuleType:
     """The module with the tables, of this checkout."""
     sys.path.insert(0, str(ROOT))
     try:
-        return importlib.import_module("flexops.op_builder.diagnose")
+        return importlib.import_module("flexops.build.compile.diagnose")
     finally:
         sys.path.remove(str(ROOT))
 

@@ -116,8 +116,12 @@ def be_one_process(with_torch: bool) -> None:
     else:
         sys.modules["torch"] = None  # type: ignore[assignment]
     from flexops import settings
+    from flexops.build.compile import device_code
+    from flexops.build.describe import layout
+    from flexops.build.load import loader
+    from flexops.build.plan import kernel_plan
+    from flexops.build.store import counters
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import counters, device_code, kernel_plan, layout, loader
     from flexops.toolchain import nvrtc
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs
@@ -216,12 +220,12 @@ class InProcess:
     bucket: Any = None
 
     def __init__(self, url: str, limit: float, plain: bool) -> None:
-        from flexops.op_builder import remote_worker
+        from flexops.build.store import remote_worker
 
         InProcess.bucket = InProcess.bucket or remote_worker.Bucket(url, limit, plain)
 
     def ask(self, asked: dict[str, Any], _limit: float) -> dict[str, Any]:
-        from flexops.op_builder import remote_worker
+        from flexops.build.store import remote_worker
 
         try:
             return remote_worker._answer(self.bucket, asked)
@@ -236,9 +240,11 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
     store = Running(latency)
     os.environ.update(store.environment())
     sys.modules["torch"] = None  # type: ignore[assignment]
+    from flexops.build.compile import device_code, kernel_compiler
+    from flexops.build.plan import kernel_plan
+    from flexops.build.store import remote
+    from flexops.build.store.cache import BuildCache
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import device_code, kernel_compiler, kernel_plan, remote
-    from flexops.op_builder.cache import BuildCache
     from flexops.toolchain.model import Version
     from flexops.toolchain.nvrtc import DeviceCompiler
 

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexops.build.describe.spec import OpSpec
+from flexops.build.plan import cache_key
+from flexops.build.plan.plan import BuildPlan, Step, plan_op
+from flexops.build.store.cache import BuildCache, Entry
+from flexops.build.store.manifest import Manifest, file_crc32
 from flexops.doctor.trial import small_op
-from flexops.op_builder import cache_key
-from flexops.op_builder.cache import BuildCache, Entry
-from flexops.op_builder.manifest import Manifest, file_crc32
-from flexops.op_builder.plan import BuildPlan, Step, plan_op
-from flexops.op_builder.spec import OpSpec
 from flexops.toolchain.model import CudaToolkit, HostCompiler, Tool, Toolchain, TorchBuild, Version
 from flexops.toolchain.resources import Resources
 

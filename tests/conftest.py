@@ -149,7 +149,7 @@ def host_compiler() -> object:
 def native_kernels(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``native_kernels(family, device)``: compiled kernels are what calls reach; if not, the test fails with the reason, or lacks a compiler."""
     import flexops
-    from flexops.op_builder import loader
+    from flexops.build.load import loader
 
     def ensure(family: str, device: str) -> None:
         if not loader.ensure(family, device):

@@ -1,4 +1,4 @@
-// From the activations' arguments to the launchers' (what is declared of them: flexops/op_builder/declared.py).
+// From the activations' arguments to the launchers' (what is declared of them: flexops/build/describe/declared.py).
 #pragma once
 
 #include "common/host.h"

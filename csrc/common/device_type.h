@@ -13,7 +13,7 @@
 
 // The link's command makes flexops_on_cuda another name of flexops_yes or flexops_no, and defines one of the other two, which nothing but
 // stand-ins for launchers use. A stand-in gives way to the launcher (weak), and the linker drops it; one that stays, because its launcher
-// is not there, is an undefined reference in a library of that device type (op_builder/plan.py).
+// is not there, is an undefined reference in a library of that device type (build/plan/plan.py).
 extern "C" {
 [[gnu::visibility("hidden")]] extern const bool flexops_on_cuda, flexops_without_cuda, flexops_without_cpu;
 [[gnu::visibility("hidden"), gnu::used]] inline const bool flexops_no = false, flexops_yes = true;

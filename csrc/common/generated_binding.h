@@ -1,4 +1,4 @@
-// What bindings that flexops/op_builder/binding.py writes are made of, beside binding.h.
+// What bindings that flexops/build/describe/binding.py writes are made of, beside binding.h.
 #pragma once
 
 #include "common/binding.h"

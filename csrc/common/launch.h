@@ -6,7 +6,7 @@
 //   return last_error();
 //
 // For CUDA a library holds no device code. It holds the names of the kernels that it launches, as NVRTC takes them
-// (flexops/op_builder/device_code.py reads them from its file), and asks for each at its first launch on a device: flexops_set_provider()
+// (flexops/build/compile/device_code.py reads them from its file), and asks for each at its first launch on a device: flexops_set_provider()
 // tells it whom. Only the driver is called, through the libcuda.so.1 that torch has opened; every driver since 525 has what is used.
 #pragma once
 
@@ -69,7 +69,7 @@ struct KernelOf {
 };
 
 namespace detail {
-/// Has the kernel's name in it, which flexops/op_builder/device_code.py finds: "... [with auto function = flexops::rope::rotate<float>]",
+/// Has the kernel's name in it, which flexops/build/compile/device_code.py finds: "... [with auto function = flexops::rope::rotate<float>]",
 /// or, because clang leaves out the template's arguments there, a mangled one.
 template <auto function>
 struct NameOf {};
@@ -266,7 +266,7 @@ inline void* find(Kernel& kernel) {
   return __builtin_expect(handle != nullptr, 1) ? handle : obtain(kernel, device);
 }
 
-/// The kernel compiled with a text of this number (flexops/op_builder/provider_texts.py). Each is made once and stays; two threads may both
+/// The kernel compiled with a text of this number (flexops/build/load/provider_texts.py). Each is made once and stays; two threads may both
 /// make it.
 inline Kernel* with_text(Kernel* kernel, uint64_t text) {
   struct Made {

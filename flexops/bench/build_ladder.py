@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import toolchain
+from ..build.describe import catalog
 from ..compute_capability import parse_arch_list
 from ..errors import ArchitectureError, CompileError, FlexopsError, SettingsError, ToolchainError
-from ..op_builder import catalog
 from ..settings import Settings
 from . import machine
 from .build_runner import OP, Runner

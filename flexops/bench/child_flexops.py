@@ -24,7 +24,7 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     import flexops
 
     imported = time.perf_counter()
-    from flexops.op_builder import loader
+    from flexops.build.load import loader
 
     native = loader.ensure(request["op"], request["device"])
     if native and request.get("kernel"):
@@ -37,14 +37,17 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
 def _compile_one(family: str, architecture: str) -> None:
     """The first of the kernels that a library names, as its first launch on such a GPU would have it."""
     from flexops import settings
+    from flexops.build.compile import building, device_code
+    from flexops.build.describe import catalog
+    from flexops.build.load import loader, provider
+    from flexops.build.plan import kernel_names
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import builder, catalog, device_code, kernel_names, loader, provider
 
     (spec,) = catalog.select((family,))
     chosen = settings.current()
     (wanted,) = parse_arch_list(architecture)
     cache = loader.open_cache(chosen)
-    (built,) = builder.obtain([loader.local_plan(spec, "cuda", chosen)], cache)  # which loading it left there
+    (built,) = building.obtain([loader.local_plan(spec, "cuda", chosen)], cache)  # which loading it left there
     compiler = provider.compiler_for(chosen, (wanted.capability,)).compiler
     kernel = provider.plan_kernel(spec, kernel_names.names_in(built.require().library)[0], wanted, compiler)
     (result,) = device_code.obtain([kernel], cache)
@@ -54,7 +57,7 @@ def _compile_one(family: str, architecture: str) -> None:
 
 def _build(names: tuple[str, ...], devices: tuple[Literal["cpu", "cuda"], ...]) -> dict[str, Any]:
     from flexops import settings
-    from flexops.op_builder import aot
+    from flexops.build.deliver import aot
 
     started = time.perf_counter()
     results = aot.build(names, settings.current(), devices=devices)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from .._torch import compile_modes, keep_saved_memory
+from ..build.load import loader
 from ..errors import FlexopsError, SettingsError
-from ..op_builder import loader
 from . import timing
 from .cases import Case, Setup, sources
 from .results import FLEXOPS, Results, Timing

@@ -15,20 +15,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..op_builder.schema import FLOATS as FLOATS
-    from ..op_builder.spec import Output as Output
-    from ..op_builder.spec import Rows as Rows
+    from ..build.describe.schema import FLOATS as FLOATS
+    from ..build.describe.spec import Output as Output
+    from ..build.describe.spec import Rows as Rows
     from .library import Library as Library
     from .library import Op as Op
     from .packaging import commands as commands
     from .packaging import extensions as extensions
 
 _PUBLIC = {
-    "FLOATS": "flexops.op_builder.schema",
+    "FLOATS": "flexops.build.describe.schema",
     "Library": "flexops.builder.library",
     "Op": "flexops.builder.library",
-    "Output": "flexops.op_builder.spec",
-    "Rows": "flexops.op_builder.spec",
+    "Output": "flexops.build.describe.spec",
+    "Rows": "flexops.build.describe.spec",
     "commands": "flexops.builder.packaging",
     "extensions": "flexops.builder.packaging",
 }

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .._torch import schema_of
+from ..build.describe import catalog, schema
+from ..build.describe.schema import Dimensions, Signature, in_words
+from ..build.describe.spec import OpSpec, Output, Project, Rows
 from ..errors import FlexopsError
-from ..op_builder import catalog, schema
-from ..op_builder.schema import Dimensions, Signature, in_words
-from ..op_builder.spec import OpSpec, Output, Project, Rows
 from ..ops import _register
 
 _TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")

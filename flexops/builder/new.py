@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..build.describe import layout
+from ..build.describe.schema import RESERVED
 from ..errors import FlexopsError, SettingsError
-from ..op_builder import layout
-from ..op_builder.schema import RESERVED
 
 _NAME, _FAMILY = "mylib", "scale"
 INSTALL = "pip install 'setuptools>=77' pytest && pip install --no-build-isolation -e ."

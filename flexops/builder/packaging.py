@@ -19,10 +19,11 @@ from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 from .. import _toml, settings, toolchain
+from ..build.deliver import aot
+from ..build.describe import catalog
+from ..build.describe.layout import AOT
+from ..build.describe.spec import DeviceType, OpSpec
 from ..errors import FlexopsError
-from ..op_builder import aot, catalog
-from ..op_builder.layout import AOT
-from ..op_builder.spec import DeviceType, OpSpec
 from ..toolchain import zig
 from . import registered
 

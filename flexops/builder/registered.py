@@ -11,8 +11,8 @@ from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..build.describe import catalog
 from ..errors import FlexopsError
-from ..op_builder import catalog
 
 GROUP = "flexops.libraries"
 

@@ -18,8 +18,8 @@ from ..bench import text as bench_text
 from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
 from ..bench.results import Results
+from ..build.store.cache import replace_file
 from ..errors import FlexopsError, SettingsError
-from ..op_builder.cache import replace_file
 
 _SAVE_HELP = "Keep the results here (JSON) as they come; the same command goes on after an interruption, without what it holds already."
 _COMPILE_HELP = "torch.compile's mode for the contenders made by it, or off. Off on the CPU and default on CUDA, if not given."

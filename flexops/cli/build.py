@@ -10,13 +10,15 @@ from typing import Annotated
 import typer
 
 from .. import settings, targets, toolchain
+from ..build.compile import progress
+from ..build.compile.building import Result
+from ..build.compile.device_code import KernelResult
+from ..build.deliver import aot
+from ..build.describe import catalog
+from ..build.describe.spec import DeviceType
 from ..builder import registered
 from ..compute_capability import parse_arch_list
 from ..errors import ArchitectureError, FlexopsError
-from ..op_builder import aot, catalog, progress
-from ..op_builder.builder import Result
-from ..op_builder.device_code import KernelResult
-from ..op_builder.spec import DeviceType
 from ..targets.fit import unfit
 
 _INNER = ("_backward", "_plain", "_forward")

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import settings
+from ..build.load import loader
+from ..build.store import cache_archive, counters
+from ..build.store.cache import BuildCache, Entry
 from ..errors import CacheError
-from ..op_builder import cache_archive, counters, loader
-from ..op_builder.cache import BuildCache, Entry
 from ..settings import size_in_words
 from . import remote
 

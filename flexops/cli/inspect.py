@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 
 from .. import settings, toolchain
+from ..build.compile import device_code
+from ..build.describe import catalog
+from ..build.load import loader, provider
 from ..builder import registered
 from ..errors import SettingsError
 from ..inspection import baseline, mix
 from ..inspection.measuring import Measured, measure, sources_of
-from ..op_builder import catalog, device_code, loader, provider
 
 _DEFAULT_ARCH = "9.0"
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..build.describe import layout
 from ..builder import new as writing
-from ..op_builder import layout
 
 
 def new(

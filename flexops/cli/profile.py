@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 
 from ..bench import profiling
+from ..build.describe import catalog
 from ..builder import registered
 from ..errors import FlexopsError, SettingsError, ToolchainError
 from ..inspection import mix
-from ..op_builder import catalog
 
 _OP_HELP = "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a file or module with cases."
 

@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from .. import settings
+from ..build.store import cache_archive, remote
+from ..build.store.cache import BuildCache
+from ..build.store.remote import Object, Remote
 from ..errors import CacheError, SettingsError
-from ..op_builder import cache_archive, remote
-from ..op_builder.cache import BuildCache
-from ..op_builder.remote import Object, Remote
 
 app = typer.Typer(no_args_is_help=True, help="Look at the remote cache (FLEXOPS_CACHE_REMOTE) and keep it in order.")
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from .. import settings, targets, toolchain
+from ..build.compile import progress
 from ..errors import TargetError
 from ..inspection import baseline, hip_proof, proving, torch_proof
 from ..inspection.measuring import Measured
-from ..op_builder import progress
 from ..targets import locks, proven, text
 from ..targets import render as rendering
 

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from .. import settings
+from ..build.compile import progress
+from ..build.deliver import warm as warming
+from ..build.load import record
 from ..errors import SettingsError
-from ..op_builder import progress, record
-from ..op_builder import warm as warming
 
 
 def warm(

@@ -47,7 +47,7 @@ def _unjudged(name: str, found: str, required: str) -> Finding:
 
 def _ops(device: str = "") -> tuple[str, ...]:
     """The ops, or those with kernels for a device type: on another they are plain PyTorch, and nothing is missing."""
-    from ..op_builder.catalog import CATALOG
+    from ..build.describe.catalog import CATALOG
 
     return tuple(spec.name for spec in CATALOG if not device or device in spec.devices)
 

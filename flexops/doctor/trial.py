@@ -21,7 +21,7 @@ from .children import Child
 from .facts import BuildTrial, OpTrial
 
 if TYPE_CHECKING:
-    from ..op_builder.spec import DeviceType, OpSpec
+    from ..build.describe.spec import DeviceType, OpSpec
     from ..settings import Settings
 
 BUILD_SECONDS = 180.0
@@ -141,8 +141,8 @@ def _loaded_trial(built: BuildTrial, told: dict[str, Any] | None, failure: str) 
 
 
 def small_op() -> OpSpec:
-    from ..op_builder.schema import declare
-    from ..op_builder.spec import OpSpec
+    from ..build.describe.schema import declare
+    from ..build.describe.spec import OpSpec
 
     return OpSpec("doctor", isa_levels=("baseline",), signatures=(declare(_SMALL_SCHEMA, dtypes={"x": "float32"}),))
 
@@ -150,7 +150,7 @@ def small_op() -> OpSpec:
 def _one_architecture(chosen: Settings) -> str | None:
     """One of the architectures that a build would be for: more would only take longer."""
     from .. import toolchain
-    from ..op_builder import provider
+    from ..build.load import provider
 
     torch = toolchain.torch_build()
     if torch and torch.hip:
@@ -161,7 +161,7 @@ def _one_architecture(chosen: Settings) -> str | None:
 def _build_in_child(arch_list: str, device: str) -> dict[str, Any]:
 
     from .. import settings
-    from ..op_builder import aot
+    from ..build.deliver import aot
 
     started = time.perf_counter()
     chosen = settings.current()
@@ -177,7 +177,7 @@ def _load_in_child(_: str, device: str) -> dict[str, Any]:
     import torch
 
     from .. import settings, toolchain
-    from ..op_builder import loader
+    from ..build.load import loader
 
     started = time.perf_counter()
     entry = loader.open_cache(settings.current()).lookup(loader.local_plan(small_op(), cast("DeviceType", device), settings.current()))
@@ -226,8 +226,8 @@ def _ops_in_child(done: Sequence[str]) -> None:
     import torch
 
     from .. import ops as own
+    from ..build.describe import catalog
     from ..builder import registered
-    from ..op_builder import catalog
 
     unread = registered.load()
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -269,7 +269,7 @@ def _run_op(checks: Sequence[Callable[[str], float]], name: str, device: str) ->
 
 def _backend(name: str, kind: str) -> dict[str, str]:
     """Where the op's kernels come from, after asking for them as its first call would."""
-    from ..op_builder import loader
+    from ..build.load import loader
 
     loader.ensure(name, kind)
     status = next(one for one in loader.status() if (one.op, one.device) == (name, kind))

@@ -35,7 +35,7 @@ Report = Callable[[Step, str], None]
 
 _STEP = re.compile(r"^Step (\d+)/(\d+) : (.*)", re.DOTALL)
 _STEP_DONE = re.compile(r"^ ---> ([0-9a-f]{12,})\s*$")
-_COMPILES = "-m flexops.op_builder"
+_COMPILES = "-m flexops.build"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..build.compile.diagnose import diagnose
 from ..errors import ImageError
-from ..op_builder.diagnose import diagnose
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, distribution, targets, toolchain
+from ..build.describe import layout
+from ..build.store import manifest
+from ..build.store.cache import read_entry
 from ..doctor.examination import examine
 from ..doctor.finding import Finding, Report, fail, ok, worst
-from ..op_builder import layout, manifest
-from ..op_builder.cache import read_entry
 from .facts import ImageFacts, Library
 from .judgement import judge
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..build.describe.catalog import CATALOG
 from ..compute_capability import ComputeCapability, runs_on
 from ..doctor.finding import Finding, fail, ok, warn
-from ..op_builder.catalog import CATALOG
 from ..targets import Target
 from ..targets.image_files import LABEL_PREFIX
 from ..targets.image_files import labels as expected_labels

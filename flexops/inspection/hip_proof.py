@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .. import targets
+from ..build.compile import building
+from ..build.compile.building import Result
+from ..build.describe import catalog, layout
+from ..build.describe.spec import OpSpec
+from ..build.load import loader
+from ..build.plan.hip import plan_hip_op
 from ..errors import ToolchainError
-from ..op_builder import builder, catalog, layout, loader
-from ..op_builder.builder import Result
-from ..op_builder.hip import plan_hip_op
-from ..op_builder.spec import OpSpec
 from ..settings import Settings
 from ..toolchain import discovery, resources, rocm
 
@@ -68,7 +70,7 @@ def build(specs: Sequence[OpSpec], architecture: str, chosen: Settings) -> tuple
         plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources.detect(), max_jobs=chosen.max_jobs, architectures=(architecture,))
         for spec in specs
     ]
-    return f"hipcc {version.major_minor}", builder.obtain(plans, loader.open_cache(chosen))
+    return f"hipcc {version.major_minor}", building.obtain(plans, loader.open_cache(chosen))
 
 
 def kernels(library: bytes) -> list[str]:

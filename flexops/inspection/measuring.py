@@ -12,11 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from .. import toolchain
+from ..build.compile import building, device_code
+from ..build.describe import layout
+from ..build.describe.spec import OpSpec
+from ..build.load import loader
+from ..build.plan import kernel_names, kernel_plan
+from ..build.plan.plan import plan_op
 from ..compute_capability import Architecture
 from ..errors import FlexopsError
-from ..op_builder import builder, device_code, kernel_names, kernel_plan, layout, loader
-from ..op_builder.plan import plan_op
-from ..op_builder.spec import OpSpec
 from ..settings import Settings
 from ..toolchain.nvrtc import DeviceCompiler
 from . import cubin
@@ -72,7 +75,7 @@ def measure(
     specs = [_read_from(spec, csrc) if csrc else spec for spec in specs if "cuda" in spec.devices]
     csrc = csrc if csrc and own else layout.csrc_root()
     cache, tools, resources = loader.open_cache(chosen), toolchain.discover(chosen, device="cpu"), toolchain.resources.detect()
-    libraries = builder.obtain([plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs) for spec in specs], cache)
+    libraries = building.obtain([plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs) for spec in specs], cache)
     plans = [
         (spec.name, name, kernel_plan.plan_kernel(spec.name, spec.cuda_sources, name, fit, compiler, csrc, roots=spec.project.roots(csrc)))
         for spec, library in zip(specs, libraries, strict=True)

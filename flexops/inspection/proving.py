@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from .. import targets
+from ..build.describe import catalog
 from ..compute_capability import parse_arch_list
 from ..errors import TargetError
-from ..op_builder import catalog
 from ..settings import Settings
 from ..targets import proven
 from ..toolchain import discovery, nvrtc

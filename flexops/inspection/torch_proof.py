@@ -17,14 +17,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .. import toolchain
+from ..build.compile.building import Result
+from ..build.deliver import aot
+from ..build.describe import catalog
+from ..build.describe.spec import DeviceType
 from ..compute_capability import ComputeCapability
 from ..doctor import children, trial
 from ..doctor.checks.build import TOLERANCE
 from ..doctor.facts import OpTrial
 from ..errors import ToolchainError
-from ..op_builder import aot, catalog
-from ..op_builder.builder import Result
-from ..op_builder.spec import DeviceType
 from ..settings import Settings
 from ..targets import proven
 
@@ -179,7 +180,7 @@ def _gpu(cuda: str) -> dict[str, Any]:
 
 def _load_in_child(libraries: Sequence[str]) -> None:
     from .. import ops
-    from ..op_builder import loader
+    from ..build.load import loader
 
     assert ops  # their schemas are what the libraries' kernels are for
 

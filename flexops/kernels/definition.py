@@ -18,8 +18,11 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _torch, settings
+from ..build.compile import device_code
+from ..build.describe import layout
+from ..build.load import loader, provider
+from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
-from ..op_builder import device_code, kernel_names, kernel_plan, layout, loader, provider
 from . import binding, launch
 from .binding import Argument, Options, Schema
 from .signature import CPP_TYPES, Signature, kernels

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from ..op_builder import provider
+from ..build.load import provider
 
 Pointer = ctypes.c_void_p | None
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..op_builder import loader
+from ..build.load import loader
 from ._attention_checks import Options, check, fail, kind_of, scale_of
 
 _PIECE = 2**25  # scores that are held at once

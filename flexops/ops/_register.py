@@ -32,8 +32,8 @@ from .._torch import (
     register_fake,
     schema_of,
 )
-from ..op_builder import loader
-from ..op_builder.spec import FLEXOPS, Project
+from ..build.describe.spec import FLEXOPS, Project
+from ..build.load import loader
 
 _libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}

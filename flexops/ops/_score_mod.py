@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder import provider_texts
+from ..build.load import provider_texts
 from ._score_text import function_of
 from ._score_trace import ARGUMENTS, INTEGERS, Line, Symbol, traced
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..op_builder import declared
+from ..build.describe import declared
 from ._difference import difference
 from ._register import caller, define
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import ADAGRAD
+from ..build.describe.declared import ADAGRAD
 from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import ADAM, ADAM_COPY
+from ..build.describe.declared import ADAM, ADAM_COPY
 from . import _multi_tensor as multi
 from ._register import define
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import ADAM8BIT
+from ..build.describe.declared import ADAM8BIT
 from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr, write_lists
 from ._register import define
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming
-from ..op_builder import declared
+from ..build.describe import declared
 from ._difference import difference
 from ._register import caller, check_places, define, is_dense
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype
-from ..op_builder import declared
+from ..build.describe import declared
 from ._register import caller, check_places, define
 from .activation import FLOAT_DTYPES, Approximation, check_gated, gated_backward_reference, gated_reference, not_tanh
 

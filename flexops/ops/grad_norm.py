@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import CLIP_GRADS, GRAD_NORM
+from ..build.describe.declared import CLIP_GRADS, GRAD_NORM
 from ._difference import difference
 from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing, write_lists
 from ._register import define

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import LAMB, LAMB_APPLY, LAMB_MOMENTS
+from ..build.describe.declared import LAMB, LAMB_APPLY, LAMB_MOMENTS
 from . import _multi_tensor as multi
 from ._register import define
 

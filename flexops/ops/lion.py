@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder.declared import LION
+from ..build.describe.declared import LION
 from . import _multi_tensor as multi
 from ._register import define
 

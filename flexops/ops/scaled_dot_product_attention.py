@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import compiler, is_compiling
-from ..op_builder import loader
+from ..build.load import loader
 from ._attention_checks import FLOATS, autocast, declined, is_ragged, padded, scale_of
 from ._register import has_native
 from .attention import by_kernels, usual_options

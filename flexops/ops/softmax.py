@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_builder import declared
+from ..build.describe import declared
 from ._difference import difference
 from ._register import caller, define
 

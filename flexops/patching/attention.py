@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import remove_pre_hook
+from ..build.load import loader
 from ..errors import PatchError
-from ..op_builder import loader
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS

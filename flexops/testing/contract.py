@@ -33,7 +33,7 @@ from torch import Tensor
 
 import flexops
 from flexops.bench import reference as on_reference
-from flexops.op_builder import loader
+from flexops.build.load import loader
 
 from .case import Case, Make, tensors_of
 from .cuda import Cuda

@@ -19,10 +19,12 @@ from typing import Any
 from builds import made_up_entry, tiny_plan
 
 from flexops import _fork, settings, toolchain
+from flexops.build.compile import building
+from flexops.build.load import loader
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store import cache_archive
+from flexops.build.store.cache import BuildCache
 from flexops.errors import CacheError
-from flexops.op_builder import builder, cache_archive, loader
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.plan import BuildPlan
 
 from .frame import Child, Fault, Unavailable, World, descendants, end, kill, program, run, start
 
@@ -40,7 +42,7 @@ def plan_of(folder: Path, number: int) -> BuildPlan:
 
 def obtain(plan: BuildPlan, cache: BuildCache) -> int:
     """What the library says that flexops gives for a plan; in a child, because a process opens a path once."""
-    entry = builder.obtain([plan], cache)[0].require()
+    entry = building.obtain([plan], cache)[0].require()
     return int(ctypes.CDLL(str(entry.library)).answer())
 
 
@@ -247,9 +249,9 @@ def _remount(disk: Path, options: str) -> None:
 
 def _obtain_or_noexec(plan: BuildPlan, cache: BuildCache) -> int:
     """As the loader, which asks why when a library cannot be opened."""
-    from flexops.op_builder.entry import cannot_run
+    from flexops.build.store.entry import cannot_run
 
-    entry = builder.obtain([plan], cache)[0].require()
+    entry = building.obtain([plan], cache)[0].require()
     try:
         return int(ctypes.CDLL(str(entry.library)).answer())
     except OSError:
@@ -268,7 +270,7 @@ def forged(world: World) -> None:
     world.folder.chmod(0o755)
     compiler = shutil.which("g++") or "g++"
     evil = tiny_plan(world.folder / "evil", header=f"inline int answer_of_header() {{ return {FOREIGN}; }}\n", compiler=compiler)
-    (library,) = [builder.obtain([evil], BuildCache(world.folder / "made"))[0].require().library]
+    (library,) = [building.obtain([evil], BuildCache(world.folder / "made"))[0].require().library]
     for number in world.each():
         way = _FORGERIES[number % len(_FORGERIES)]
         world.guarded(lambda number=number, way=way: _forge_one(world, number + 1, way, library.read_bytes()), f"round {number}, {way}")  # type: ignore[misc]

@@ -20,21 +20,17 @@ from typing import Any, NamedTuple
 from builds import made_up_entry, tiny_plan
 
 from flexops import settings
+from flexops.build.compile import building, kernel_compiler
+from flexops.build.describe.spec import OpSpec
+from flexops.build.load import extension, provider
+from flexops.build.plan import cache_key
+from flexops.build.plan.kernel_plan import KernelPlan
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store import cache_archive
+from flexops.build.store.cache import BuildCache
+from flexops.build.store.manifest import Manifest, file_crc32
+from flexops.build.store.remote import Remote
 from flexops.compute_capability import ComputeCapability, parse_arch_list
-from flexops.op_builder import (
-    builder,
-    cache_archive,
-    cache_key,
-    extension,
-    kernel_compiler,
-    provider,
-)
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.kernel_plan import KernelPlan
-from flexops.op_builder.manifest import Manifest, file_crc32
-from flexops.op_builder.plan import BuildPlan
-from flexops.op_builder.remote import Remote
-from flexops.op_builder.spec import OpSpec
 from flexops.toolchain.nvrtc import DeviceCompiler
 from flexops.toolchain.version import Version
 
@@ -69,7 +65,7 @@ def swaps(world: World) -> None:
     key, trusted = _keys(world.folder)
     evil = plan_of(world.folder / "evil", FOREIGN)
     forged = (
-        builder.obtain([evil], BuildCache(world.folder / "made"))[0].require().library.read_bytes()
+        building.obtain([evil], BuildCache(world.folder / "made"))[0].require().library.read_bytes()
     )
     for number in world.each():
         mode = (0o2775, 0o777, 0o2777, 0o1777)[number % 4]
@@ -109,7 +105,7 @@ def _swap_one(
 
 
 def _sign(plan: BuildPlan, cache: BuildCache) -> bool:
-    builder.obtain([plan], cache)[0].require()
+    building.obtain([plan], cache)[0].require()
     return True
 
 

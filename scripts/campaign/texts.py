@@ -13,11 +13,11 @@ from pathlib import Path
 from builds import TORCH, made_up_entry, tiny_plan
 
 from flexops import _json, settings
+from flexops.build.store import cache_archive
+from flexops.build.store.cache import BuildCache
+from flexops.build.store.manifest import Manifest, judge
 from flexops.compute_capability import ComputeCapability, parse_arch_list, runs_on
 from flexops.errors import CacheError, FlexopsError
-from flexops.op_builder import cache_archive
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.manifest import Manifest, judge
 
 from .frame import Fault, World, run
 

@@ -11,10 +11,10 @@ import remote_stores as stores
 from builds import runs, tiny_plan, watched_compiler
 
 from flexops import settings
-from flexops.op_builder import builder
-from flexops.op_builder.cache import BuildCache, Entry
-from flexops.op_builder.plan import BuildPlan
-from flexops.op_builder.remote import Remote
+from flexops.build.compile import building
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store.cache import BuildCache, Entry
+from flexops.build.store.remote import Remote
 
 Open = Callable[..., Remote]
 
@@ -79,7 +79,7 @@ class Machines:
         return BuildCache(self.folder / "caches" / name, remote=there, **options)
 
     def obtain(self, name: str, there: Remote | None, plan: BuildPlan | None = None, **options: Any) -> Entry:
-        return builder.obtain([plan or self.plan()], self.cache(name, there, **options))[0].require()
+        return building.obtain([plan or self.plan()], self.cache(name, there, **options))[0].require()
 
     @property
     def compiled(self) -> int:
@@ -94,4 +94,4 @@ def machines(tmp_path: Path, host_compiler: Any) -> Machines:
 
 def claim(there: Remote, machines: Machines, **value: Any) -> None:
     plan = machines.plan()
-    assert there.leave(machines.cache("other", there), plan.name, builder._digest(plan), "claim", value, replace="")
+    assert there.leave(machines.cache("other", there), plan.name, building._digest(plan), "claim", value, replace="")

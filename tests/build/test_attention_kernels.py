@@ -14,9 +14,12 @@ import torch
 from marks import first_of
 
 from flexops import settings, toolchain
+from flexops.build.compile import building, device_code
+from flexops.build.describe import catalog, layout
+from flexops.build.load import loader, provider, provider_texts
+from flexops.build.plan import kernel_names, kernel_plan
+from flexops.build.store.cache import BuildCache
 from flexops.compute_capability import parse_arch_list
-from flexops.op_builder import builder, catalog, device_code, kernel_names, kernel_plan, layout, loader, provider, provider_texts
-from flexops.op_builder.cache import BuildCache
 from flexops.ops._score_mod import ScoreMod
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
@@ -31,7 +34,7 @@ SPEC = catalog.find("attention")
 @pytest.fixture(scope="module")
 def library(host_compiler: Any) -> Path:  # noqa: ARG001
     chosen = settings.current()
-    return builder.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0].require().library
+    return building.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0].require().library
 
 
 @pytest.mark.parametrize(("version", "architecture", "start"), first_of(((13, 0), "9.0", 11), ((12, 1), "8.9", 5)))

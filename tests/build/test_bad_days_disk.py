@@ -17,10 +17,12 @@ import pytest
 from builds import answer, child_environment, copy_csrc, run_child, tiny_plan
 
 from flexops import settings
+from flexops.build.compile import device_code
+from flexops.build.describe import catalog
+from flexops.build.load import provider
+from flexops.build.store.cache import BuildCache
 from flexops.compute_capability import parse_arch_list
 from flexops.errors import FlexopsError
-from flexops.op_builder import catalog, device_code, provider
-from flexops.op_builder.cache import BuildCache
 
 KIB = 1024
 

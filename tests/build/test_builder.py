@@ -53,7 +53,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 BUILD = """
 from flexops import settings
-from flexops.op_builder import aot
+from flexops.build.deliver import aot
 import mylib
 for result in aot.build(("mylib",), settings.current(), devices={devices}, arch_list="9.0"):
     print(result.plan.name, result.error, [kernel.plan.expression for kernel in result.kernels])
@@ -709,7 +709,9 @@ def test_a_wheel_has_libraries_kernels_and_sources(installed: Path) -> None:
 
 READY = """
 import mylib
-from flexops.op_builder import catalog, device_code, provider
+from flexops.build.describe import catalog
+from flexops.build.compile import device_code
+from flexops.build.load import provider
 from flexops.compute_capability import ComputeCapability
 from flexops.toolchain.model import Version
 spec, none = catalog.find("mylib.scale"), ()
@@ -737,7 +739,7 @@ def test_an_installed_library_needs_no_compiler_and_writes_nothing(installed: Pa
 
 def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> None:
     """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since are no reason to refuse it."""
-    newer = "from flexops.op_builder import manifest, layout; from pathlib import Path; import shutil\n"
+    newer = "from flexops.build.store import manifest; from flexops.build.describe import layout; from pathlib import Path; import shutil\n"
     headers = f"shutil.copytree(layout.csrc_root(), {str(tmp_path / 'csrc')!r}); layout.csrc_root = lambda: Path({str(tmp_path / 'csrc')!r})\n"
     headers += "(layout.csrc_root() / 'common/tensor_view.h').write_text('#error')\n"
     off = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path / "none")}
@@ -865,7 +867,7 @@ y = softcap_lib.softcap(x, 2.0)
 torch.testing.assert_close(y, 2 * torch.tanh(x / 2))
 torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 1 - torch.tanh(x / 2) ** 2)
 from flexops import settings
-from flexops.op_builder import aot
+from flexops.build.deliver import aot
 (result,) = aot.build(("softcap_lib",), settings.current(), devices=("cuda",), arch_list="9.0")
 print(result.error, len(result.kernels))
 """

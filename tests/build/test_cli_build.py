@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flexops.build.store.manifest import FILE_NAME
 from flexops.cli._app import app
 from flexops.errors import FlexopsError
-from flexops.op_builder.manifest import FILE_NAME
 
 
 def test_an_operators_name_builds_its_family(tmp_path: Path, host_compiler: object) -> None:

@@ -10,16 +10,16 @@ from builds import made_up_entry, tiny_plan
 from typer.testing import CliRunner, Result
 
 from flexops import settings
+from flexops.build.compile import building
+from flexops.build.store.cache import BuildCache, Entry
 from flexops.cli._app import app
 from flexops.errors import CacheError, SettingsError
-from flexops.op_builder import builder
-from flexops.op_builder.cache import BuildCache, Entry
 
 
 @pytest.fixture
 def entry(cache_dir: Path, tmp_path: Path, host_compiler: object) -> Entry:
     assert host_compiler
-    return builder.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(cache_dir))[0].require()
+    return building.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(cache_dir))[0].require()
 
 
 def flexops(*arguments: str) -> Result:
@@ -125,6 +125,6 @@ def test_export_and_import(entry: Entry, tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 entries" in flexops("import", str(archive)).stdout
     (told,) = json.loads(flexops("list", "--json").stdout)
     assert told["key"] == entry.manifest.key
-    assert builder.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(tmp_path / "elsewhere"))[0].cached
+    assert building.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(tmp_path / "elsewhere"))[0].cached
     with pytest.raises(CacheError, match="archive"):
         flexops("import", str(tmp_path / "absent.tar.gz"))

@@ -15,7 +15,8 @@ from builds import REPOSITORY
 from marks import first_of
 
 from flexops import __version__
-from flexops.op_builder import layout, plan
+from flexops.build.describe import layout
+from flexops.build.plan import plan
 from flexops.toolchain.model import HostCompiler
 
 LISTS = """

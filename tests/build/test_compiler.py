@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from builds import CCACHE, SQUARE, TOOLS, ninja_path, paper_plan, tiny_plan
 
+from flexops.build.compile import ninja as compiler
+from flexops.build.compile.diagnose import diagnose
+from flexops.build.plan.plan import BuildPlan, Step
 from flexops.errors import ToolchainError
-from flexops.op_builder import compiler
-from flexops.op_builder.diagnose import diagnose
-from flexops.op_builder.plan import BuildPlan, Step
 
 
 def shell_plan(name: str, *commands: str, jobs: int = 2) -> BuildPlan:

@@ -19,10 +19,13 @@ import pytest
 from marks import first_of
 
 from flexops import settings, toolchain
+from flexops.build.compile import device_code, kernel_compiler
+from flexops.build.describe import catalog, layout
+from flexops.build.load import loader, provider
+from flexops.build.plan import kernel_names, kernel_plan
+from flexops.build.store.cache import BuildCache
 from flexops.compute_capability import Architecture, ComputeCapability, parse_arch_list
 from flexops.errors import CompileError, ToolchainError
-from flexops.op_builder import catalog, device_code, kernel_compiler, kernel_names, kernel_plan, layout, loader, provider
-from flexops.op_builder.cache import BuildCache
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
@@ -55,11 +58,11 @@ def libraries(host_compiler: Any) -> dict[str, Path]:
 
 
 def build_without_kernels() -> dict[str, Any]:
-    from flexops.op_builder import builder
+    from flexops.build.compile import building
 
     chosen = settings.current()
     plans = [loader.local_plan(spec, "cuda", chosen) for spec in catalog.CATALOG]
-    return dict(zip(SPECS, builder.obtain(plans, loader.open_cache(chosen)), strict=True))
+    return dict(zip(SPECS, building.obtain(plans, loader.open_cache(chosen)), strict=True))
 
 
 def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope") -> kernel_plan.KernelPlan:
@@ -423,7 +426,7 @@ def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompi
 def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, compiler: DeviceCompiler) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from flexops.op_builder import catalog, device_code, kernel_plan, layout; from flexops.op_builder.cache import BuildCache\n"
+        "from pathlib import Path; from flexops.build.describe import catalog, layout; from flexops.build.compile import device_code; from flexops.build.plan import kernel_plan; from flexops.build.store.cache import BuildCache\n"
         "from flexops.toolchain.nvrtc import DeviceCompiler; from flexops.toolchain.version import Version\n"
         "from flexops.compute_capability import parse_arch_list\n"
         f"compiler = DeviceCompiler('nvrtc', Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r}, Path({str(compiler.builtins)!r}))\n"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import flexops
-from flexops.op_builder import catalog
+from flexops.build.describe import catalog
 
 HOME = str(Path(flexops.__file__).parents[1])
 

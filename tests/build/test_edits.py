@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from builds import answer, tiny_plan
 
+from flexops.build.compile import building, device_code
+from flexops.build.plan import cache_key, edits
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store.cache import BuildCache
 from flexops.errors import CompileError
-from flexops.op_builder import builder, cache_key, device_code, edits
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.plan import BuildPlan
 
 OLD, NEW = (f"inline int answer_of_header() {{ return {number}; }}\n" for number in (1, 2))
 SWAPS = {
@@ -62,10 +63,10 @@ def swapped_plan(tmp_path: Path, real: str, swap: str, include: str = '"tiny.h"'
 
 def built(plan: BuildPlan, cache: BuildCache) -> int:
     """The answer; a build that an edit has overtaken says so, and is run once more."""
-    result = builder.obtain([plan], cache)[0]
+    result = building.obtain([plan], cache)[0]
     if result.error:
         assert "changed while" in str(result.error)
-        result = builder.obtain([plan], cache)[0]
+        result = building.obtain([plan], cache)[0]
     return answer(result.require().library)
 
 
@@ -113,7 +114,7 @@ def test_a_header_that_is_gone_meanwhile(tmp_path: Path, host_compiler: object) 
     assert host_compiler
     plan = swapped_plan(tmp_path, "g++", "rm headers/tiny.h")
     with pytest.raises(CompileError, match="changed while"):
-        builder.obtain([plan], BuildCache(tmp_path / "cache"))[0].require()
+        building.obtain([plan], BuildCache(tmp_path / "cache"))[0].require()
 
 
 def test_dates_alone_fail_no_build(tmp_path: Path, host_compiler: object) -> None:
@@ -124,7 +125,7 @@ def test_dates_alone_fail_no_build(tmp_path: Path, host_compiler: object) -> Non
     text = "#define TEXT(x) #x\n#define NAME(x) TEXT(x.h)\n"
     source.write_text(text + source.read_text())
     os.utime(tmp_path / "headers" / "tiny.h", (2**32, 2**32))
-    result = builder.obtain([plan], BuildCache(tmp_path / "cache"))[0]
+    result = building.obtain([plan], BuildCache(tmp_path / "cache"))[0]
     assert answer(result.require().library) == 1
 
 

@@ -13,9 +13,9 @@ from extension_tools import AUDIT, MODULE, environment, run, start, write_module
 
 import flexops
 from flexops import settings
+from flexops.build.load import extension
+from flexops.build.store.cache import BuildCache
 from flexops.errors import CompileError, FlexopsError, ToolchainError
-from flexops.op_builder import extension
-from flexops.op_builder.cache import BuildCache
 
 
 @pytest.fixture(autouse=True)

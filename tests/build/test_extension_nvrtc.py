@@ -14,12 +14,13 @@ import pytest
 from extension_tools import environment
 
 from flexops import settings, toolchain
+from flexops.build.compile.kernel_compiler import Worker
+from flexops.build.describe import layout
+from flexops.build.load import extension, extension_nvrtc, provider
+from flexops.build.plan.extension_plan import Request, plan_extension
+from flexops.build.plan.program import Program
 from flexops.compute_capability import Architecture, ComputeCapability
 from flexops.errors import ToolchainError
-from flexops.op_builder import extension, extension_nvrtc, layout, provider
-from flexops.op_builder.extension_plan import Request, plan_extension
-from flexops.op_builder.kernel_compiler import Worker
-from flexops.op_builder.program import Program
 from flexops.toolchain import runtime_headers
 from flexops.toolchain.model import CudaToolkit, HostCompiler, Toolchain
 

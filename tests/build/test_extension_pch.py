@@ -13,8 +13,8 @@ import torch
 from extension_tools import MODULE, environment, run, start
 
 import flexops
+from flexops.build.compile import pch
 from flexops.errors import CompileError
-from flexops.op_builder import pch
 
 LIGHT = "c10/macros/Macros.h"
 STRICT = ["-Winvalid-pch", "-Werror=invalid-pch"]
@@ -137,7 +137,7 @@ def test_headers_of_other_flags_make_room(tmp_path: Path, cache: Path, monkeypat
 
 @pytest.mark.extra
 def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -> None:
-    code = f"import flexops\nfrom flexops.op_builder import pch\npch.HEADER = {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
+    code = f"import flexops\nfrom flexops.build.compile import pch\npch.HEADER = {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
     names = [f"process{number}" for number in range(3)]
     processes = [start(code.format(name, str(module(tmp_path, name))), environment(cache, FLEXOPS_PCH="1")) for name in names]
     assert [process.communicate()[0] for process in processes] == ["5\n"] * 3

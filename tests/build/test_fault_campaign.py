@@ -36,12 +36,12 @@ FAULTS = {
     ),
     "swaps": ("from flexops import trust; trust.path_problem = lambda _, **__: ''", "foreign code"),
     "poisoned": (
-        "from flexops.op_builder.cache import BuildCache; BuildCache.reject = lambda *_: None",
+        "from flexops.build.store.cache import BuildCache; BuildCache.reject = lambda *_: None",
         "wrong result",
     ),
     "flips": (_RAISES, "traceback"),
     "texts": ("from flexops import _json; _json.parse = json.loads", "traceback"),
-    "headers": ("from flexops.op_builder import edits; edits.Before.verdict = lambda *_: 'same'", "wrong result"),
+    "headers": ("from flexops.build.plan import edits; edits.Before.verdict = lambda *_: 'same'", "wrong result"),
 }
 
 

@@ -44,7 +44,7 @@ def test_a_child_forked_while_a_thread_compiles_gets_the_operator(tmp_path: Path
 
 READS = """
 import os, pathlib, sys, threading
-from flexops.op_builder.spec import OpSpec
+from flexops.build.describe.spec import OpSpec
 reading, go_on, listed = threading.Event(), threading.Event(), pathlib.Path.iterdir
 def slowly(path):
     if threading.current_thread() is not threading.main_thread():

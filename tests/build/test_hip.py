@@ -13,11 +13,11 @@ from builds import SQUARE
 from typer.testing import CliRunner
 
 from flexops import settings
+from flexops.build.compile.building import Result
+from flexops.build.describe import catalog, layout
+from flexops.build.describe.spec import OpSpec
 from flexops.cli._app import app
 from flexops.inspection import hip_proof
-from flexops.op_builder import catalog, layout
-from flexops.op_builder.builder import Result
-from flexops.op_builder.spec import OpSpec
 from flexops.toolchain import discovery, rocm
 
 ARCHITECTURE = "gfx90a"  # ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flexops import settings, targets
+from flexops.build.describe import catalog, layout
+from flexops.build.describe.schema import declare
+from flexops.build.describe.spec import OpSpec, Project
 from flexops.cli._app import app
 from flexops.errors import TargetError
 from flexops.inspection import baseline, mix, proving
-from flexops.op_builder import catalog, layout
-from flexops.op_builder.schema import declare
-from flexops.op_builder.spec import OpSpec, Project
 from flexops.targets import proven
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import Search

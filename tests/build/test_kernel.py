@@ -17,19 +17,14 @@ from torch import Tensor
 
 import flexops
 from flexops import _torch, settings
+from flexops.build.compile import device_code, kernel_compiler
+from flexops.build.load import loader, provider
+from flexops.build.load.loader import FallbackWarning
+from flexops.build.plan import cache_key
+from flexops.build.store import cache, cache_archive
+from flexops.build.store.cache import BuildCache
+from flexops.build.store.manifest import file_crc32
 from flexops.errors import CompileError, NativeUnavailableError, ToolchainError
-from flexops.op_builder import (
-    cache,
-    cache_archive,
-    cache_key,
-    device_code,
-    kernel_compiler,
-    loader,
-    provider,
-)
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.loader import FallbackWarning
-from flexops.op_builder.manifest import file_crc32
 
 SCALE = """
 template <typename T> __global__ void __launch_bounds__(256) scale(const T* x, T* out, float factor, int64_t n) {
@@ -523,8 +518,8 @@ def test_what_a_kernel_takes_is_in_its_manifest() -> None:
 
 
 def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
+    from flexops.build.store.cache import BuildCache
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder.cache import BuildCache
     from flexops.toolchain import nvrtc
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from flexops.op_builder import layout
+from flexops.build.describe import layout
 
 DRIVER = """
 #include <stddef.h>

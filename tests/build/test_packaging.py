@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from builds import REPOSITORY, child_environment
 
+from flexops.build.plan import kernel_names
+from flexops.build.store import manifest as manifests
+from flexops.build.store.cache import read_entry
+from flexops.build.store.manifest import judge
 from flexops.errors import CompileError
-from flexops.op_builder import kernel_names
-from flexops.op_builder import manifest as manifests
-from flexops.op_builder.cache import read_entry
-from flexops.op_builder.manifest import judge
 from flexops.toolchain.model import CudaToolkit, HostCompiler
 
 Done = subprocess.CompletedProcess
@@ -215,7 +215,8 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     """Two architectures into a directory: libraries that their manifests describe, judged for GPUs that are not here; within the memory estimated."""
 
     from flexops import settings, toolchain
-    from flexops.op_builder import catalog, loader
+    from flexops.build.describe import catalog
+    from flexops.build.load import loader
 
     assert nvcc_toolkit
     environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER="none", FLEXOPS_LOG="quiet")

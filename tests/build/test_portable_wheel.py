@@ -16,13 +16,16 @@ from builds import REPOSITORY, child_environment
 from marks import first_of
 
 from flexops import settings
-from flexops.op_builder import aot, catalog, kernel_names, manifest
+from flexops.build.deliver import aot
+from flexops.build.describe import catalog
+from flexops.build.plan import kernel_names
+from flexops.build.store import manifest
 from flexops.toolchain import zig
 from flexops.toolchain.model import TorchBuild, Version
 
 RUN = """
 import torch, flexops
-from flexops.op_builder import loader
+from flexops.build.load import loader
 assert loader.ensure("lion", "cpu"), flexops.status()
 (lion,) = (one for one in flexops.status() if (one.op, one.device) == ("lion", "cpu"))
 assert lion.backend == "aot", lion

@@ -214,7 +214,7 @@ def _copy(clone: Path) -> None:
     for path in REPOSITORY.iterdir():
         if path.is_file() and path.name != ".git":
             shutil.copy(path, clone)
-    with (clone / "flexops/op_builder/catalog.py").open("a") as catalog:
+    with (clone / "flexops/build/describe/catalog.py").open("a") as catalog:
         catalog.write('CATALOG = (find("lion"),)\n')
 
 

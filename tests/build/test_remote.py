@@ -18,8 +18,9 @@ import remote_stores as stores
 from builds import answer, child_environment, runs, tiny_plan
 from remote_machines import Machines, Open, claim
 
-from flexops.op_builder import builder, cache_archive, counters, remote
-from flexops.op_builder.cache import BuildCache
+from flexops.build.compile import building
+from flexops.build.store import cache_archive, counters, remote
+from flexops.build.store.cache import BuildCache
 
 pytest_plugins = ("remote_machines",)
 
@@ -202,7 +203,7 @@ def test_what_a_store_says_is_not_believed(fault: stores.Fault, machines: Machin
     machines.obtain("first", opened("s3://bucket"), machines.plan("other-cpu"))
     bad.fault = fault
     cache = machines.cache("second", opened("s3://bucket", limit=1.0))
-    entry = builder.obtain([machines.plan()], cache)[0].require()
+    entry = building.obtain([machines.plan()], cache)[0].require()
     assert answer(entry.library) == 42
     assert machines.compiled == 3
     assert [one.manifest.name for one in cache.entries()] == ["tiny-cpu"], "nothing of what was sent is in the cache"
@@ -254,8 +255,9 @@ from pathlib import Path
 import torch.distributed as dist
 dist.init_process_group("gloo")
 from builds import answer, tiny_plan
-from flexops.op_builder import builder, counters
-from flexops.op_builder.cache import BuildCache
+from flexops.build.compile import building as builder
+from flexops.build.store import counters
+from flexops.build.store.cache import BuildCache
 plan = tiny_plan(Path({sources!r}), compiler={compiler!r})
 cache = BuildCache(Path({caches!r}) / str(dist.get_rank()))
 assert answer(builder.obtain([plan], cache)[0].require().library) == 42
@@ -301,7 +303,7 @@ def test_of_processes_without_a_job_one_compiles(url: str, machines: Machines, o
 @pytest.mark.parametrize("url", ["s3", "gs", AZURE], indirect=True)
 def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open) -> None:
     there, plan = opened(url), machines.plan()
-    cache, name, digest = machines.cache("other", there), plan.name, builder._digest(plan)
+    cache, name, digest = machines.cache("other", there), plan.name, building._digest(plan)
     claim(there, machines, until=0, by="who is late")
     found = there.hint(cache, name, digest, "claim")
     assert found
@@ -335,7 +337,7 @@ def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path: Path, m
     plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="this is no C++\n")
     there = opened(f"file://{tmp_path}/store")
     for name in ("first", "second"):
-        assert builder.obtain([plan], machines.cache(name, there))[0].error
+        assert building.obtain([plan], machines.cache(name, there))[0].error
     assert len([kind for kind in runs(tmp_path / "compiler") if kind == "compile"]) == 2
 
 
@@ -343,7 +345,8 @@ def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path: Path, m
 
 CALL = """
 import json, sys, torch, flexops
-from flexops.op_builder import counters, loader
+from flexops.build.store import counters
+from flexops.build.load import loader
 x, cos, sin = torch.randn(2, 5, 4, 8), torch.randn(5, 4), torch.randn(5, 4)
 got = flexops.rotary_embedding(x, x, cos, sin)[0]
 loader.ensure("rope", "cpu")
@@ -377,8 +380,10 @@ def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compil
 
 
 def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
+    from flexops.build.compile import device_code
+    from flexops.build.describe import catalog, layout
+    from flexops.build.plan import kernel_plan
     from flexops.compute_capability import parse_arch_list
-    from flexops.op_builder import catalog, device_code, kernel_plan, layout
     from flexops.toolchain import nvrtc
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs
@@ -459,7 +464,7 @@ def test_a_fork_gets_a_client_of_its_own(tmp_path: Path, machines: Machines, ope
 
 def test_an_archive_must_be_what_was_asked_for(tmp_path: Path, machines: Machines) -> None:
     cache = machines.cache("first", None)
-    builder.obtain([machines.plan(), machines.plan("other-cpu")], cache)
+    building.obtain([machines.plan(), machines.plan("other-cpu")], cache)
     cache_archive.export(cache, tmp_path / "both.tar.gz")
     entry = cache.entries()[0].manifest
     other = BuildCache(tmp_path / "empty")

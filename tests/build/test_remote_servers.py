@@ -21,9 +21,10 @@ import remote_stores as stores
 from builds import answer, child_environment, tiny_plan
 from remote_machines import Machines, Open, claim
 
-from flexops.op_builder import builder, counters, remote
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.remote import Remote
+from flexops.build.compile import building
+from flexops.build.store import counters, remote
+from flexops.build.store.cache import BuildCache
+from flexops.build.store.remote import Remote
 
 pytest_plugins = ("remote_machines",)
 Wait = Callable[[int], None]
@@ -118,7 +119,7 @@ def test_one_of_many_takes_over_a_claim_that_has_expired(
     there = opened(url)
     claim(there, machines, until=0, by="a process that is late")
     plan = machines.plan()
-    name, digest, taken = plan.name, builder._digest(plan), []
+    name, digest, taken = plan.name, building._digest(plan), []
     found = there.hint(machines.cache("other", there), name, digest, "claim")
     assert found
 
@@ -300,7 +301,7 @@ def test_only_the_process_that_compiles_says_so(
     tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    from flexops.op_builder import progress
+    from flexops.build.compile import progress
 
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -308,7 +309,7 @@ def test_only_the_process_that_compiles_says_so(
     for name in ("first", "second", "third"):
         cache = machines.cache(name, opened(f"file://{tmp_path}/store"))
         with progress.shown("tiny-cpu", "info") as report:
-            builder.obtain([machines.plan()], cache, progress=report)
+            building.obtain([machines.plan()], cache, progress=report)
         said.append(capsys.readouterr().err)
     assert "flexops: compiling tiny-cpu took" in said[0]
     assert f"(rank 3 of 8 on {os.uname().nodename})" in said[0]
@@ -318,11 +319,11 @@ def test_only_the_process_that_compiles_says_so(
 def test_a_build_that_fails_says_that_it_compiled(
     tmp_path: Path, machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flexops.op_builder import progress
+    from flexops.build.compile import progress
 
     plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="no C++\n")
     with progress.shown("tiny-cpu", "info") as report:
-        assert builder.obtain([plan], BuildCache(tmp_path / "c"), progress=report)[0].error
+        assert building.obtain([plan], BuildCache(tmp_path / "c"), progress=report)[0].error
     assert "compiling tiny-cpu took" in capsys.readouterr().err
 
 
@@ -403,8 +404,9 @@ import os, warnings
 import torch.distributed as dist
 if {initialised}:
     dist.init_process_group("gloo")
-from flexops.op_builder import counters, loader
-from flexops.op_builder.loader import OpStatus
+from flexops.build.store import counters
+from flexops.build.load import loader
+from flexops.build.load.loader import OpStatus
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     loader._announce(OpStatus("rope", "cpu", "reference", "no compiler"))

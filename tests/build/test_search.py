@@ -6,8 +6,8 @@ from pathlib import Path
 
 from builds import tiny_plan
 
-from flexops.op_builder import search
-from flexops.op_builder.plan import BuildPlan
+from flexops.build.plan import search
+from flexops.build.plan.plan import BuildPlan
 
 SAID = """ignoring nonexistent directory "/nowhere"
 #include "..." search starts here:

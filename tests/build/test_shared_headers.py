@@ -14,8 +14,11 @@ from builds import CCACHE, REPOSITORY, SQUARE, TOOLS, answer, child_environment,
 from marks import first_of
 
 from flexops import settings, toolchain
-from flexops.op_builder import cache_key, catalog, compiler, includes, loader, shared_headers
-from flexops.op_builder.plan import BINDING, BINDING_HEADER, DECLARATIONS, INTRINSICS_HEADER, BuildPlan, Step
+from flexops.build.compile import ninja as compiler
+from flexops.build.describe import catalog, includes
+from flexops.build.load import loader
+from flexops.build.plan import cache_key, shared_headers
+from flexops.build.plan.plan import BINDING, BINDING_HEADER, DECLARATIONS, INTRINSICS_HEADER, BuildPlan, Step
 from flexops.toolchain import zig
 
 ISA_LEVELS = platform.machine() == "x86_64"

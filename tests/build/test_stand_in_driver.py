@@ -22,10 +22,10 @@ from marks import first_of
 from stand_in_driver import Answer
 
 from flexops import settings, toolchain
+from flexops.build.store.manifest import Manifest
 from flexops.doctor.checks import machine as checks
 from flexops.doctor.facts import PlatformFact, TorchFact
 from flexops.doctor.probes import machine as probes
-from flexops.op_builder.manifest import Manifest
 from flexops.toolchain import capabilities as capabilities_module
 from flexops.toolchain import gpus, nvrtc
 from flexops.toolchain.context import SearchContext
@@ -300,7 +300,7 @@ def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
     answer = run("""
 import os
 from flexops import ops
-from flexops.op_builder import catalog
+from flexops.build.describe import catalog
 def launched():
     return sum(line.startswith("launch") for line in open(os.environ["STAND_IN_LOG"]))
 with OnGpu():

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flexops import settings
-from flexops.op_builder import catalog, layout
-from flexops.op_builder.plan import TORCH_LIBRARY, TORCH_STUB, binding_flags, plan_op
+from flexops.build.describe import catalog, layout
+from flexops.build.plan.plan import TORCH_LIBRARY, TORCH_STUB, binding_flags, plan_op
 from flexops.toolchain import discovery
 from flexops.toolchain.installed_torch import TorchBuild
 from flexops.toolchain.model import HostCompiler

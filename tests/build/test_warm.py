@@ -16,13 +16,17 @@ from builds import child_environment, made_up_entry, tiny_plan
 from typer.testing import CliRunner
 
 from flexops import settings, toolchain
+from flexops.build.deliver import aot, warm
+from flexops.build.describe import catalog, layout
+from flexops.build.load import loader, provider, record
+from flexops.build.plan import kernel_plan
+from flexops.build.store import cache_archive, counters
+from flexops.build.store.cache import BuildCache
+from flexops.build.store.remote import Object
 from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
-from flexops.op_builder import aot, cache_archive, catalog, counters, kernel_plan, layout, loader, provider, record, warm
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.remote import Object
 from flexops.patching import patterns
 from flexops.patching.report import FAMILIES
 from flexops.toolchain import nvrtc
@@ -166,9 +170,9 @@ def test_without_a_stand_in_some_kernels_are_enough(cache_dir: Path, monkeypatch
     """Without ``FLEXOPS_FALLBACK=forbid``, plain PyTorch would stand in for a family that lacks one."""
     rope = catalog.find("rope")
     plan = loader.local_plan(rope, "cuda", settings.current())
-    from flexops.op_builder import builder
+    from flexops.build.compile import building
 
-    entry = builder.obtain([plan], BuildCache(tmp_path / "libraries"))[0].require()
+    entry = building.obtain([plan], BuildCache(tmp_path / "libraries"))[0].require()
     nine = (ComputeCapability(9, 0),)
     monkeypatch.setattr(toolchain, "local_capabilities", lambda: nine)
     monkeypatch.setattr(provider, "_too_new", lambda _: None)
@@ -194,7 +198,7 @@ def test_what_is_pruned_is_the_oldest() -> None:
 def test_the_remote_cache_on_the_command_line(tmp_path: Path, flexops: Callable[..., str]) -> None:
     cache, store = BuildCache(tmp_path / "cache"), tmp_path / "store"
     there = {"FLEXOPS_CACHE_REMOTE": f"file://{store}", "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20", "FLEXOPS_CACHE_DIR": str(cache.root)}
-    from flexops.op_builder.remote import Remote, entry_name
+    from flexops.build.store.remote import Remote, entry_name
 
     remote = Remote(f"file://{store}", write=True, limit=20.0)
     names = []

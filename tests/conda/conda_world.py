@@ -66,7 +66,7 @@ def copy_of_checkout(target: Path, only: str = "") -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     if only:
-        with (target / "flexops/op_builder/catalog.py").open("a") as catalog:
+        with (target / "flexops/build/describe/catalog.py").open("a") as catalog:
             catalog.write(f'CATALOG = (find("{only}"),)\n')
     return target
 

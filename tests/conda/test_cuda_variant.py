@@ -12,11 +12,11 @@ from conda_world import CpuBuild, World
 from test_channel import CUDA_RUN
 
 from flexops import targets
+from flexops.build.describe import catalog
+from flexops.build.describe.spec import OpSpec
 from flexops.channel.place import Place
 from flexops.channel.run import child
 from flexops.compute_capability import ComputeCapability
-from flexops.op_builder import catalog
-from flexops.op_builder.spec import OpSpec
 from flexops.targets import conda
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext

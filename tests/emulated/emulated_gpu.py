@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build" / "stand_in"))
 from launch import OnGpu
 
-from flexops.op_builder import loader, provider
+from flexops.build.load import loader, provider
 from flexops.testing import isa
 
 _ensure = loader.ensure

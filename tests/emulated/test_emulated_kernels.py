@@ -62,9 +62,10 @@ FAULTS = r"""
 import ctypes, struct
 from flexops.compute_capability import ComputeCapability
 from flexops.kernels import launch as packed
-from flexops.op_builder import kernel_plan, layout
+from flexops.build.plan import kernel_plan
+from flexops.build.describe import layout
 import emulated_gpu
-from flexops.op_builder import provider
+from flexops.build.load import provider
 SOURCE = '''
 __global__ void wrong(float* x, int n, int which) {
   __shared__ volatile float row[64];
@@ -124,7 +125,9 @@ MAPPED = r"""
 import ctypes, struct
 from flexops.compute_capability import ComputeCapability
 from flexops.kernels import launch as packed
-from flexops.op_builder import kernel_plan, layout, provider
+from flexops.build.plan import kernel_plan
+from flexops.build.describe import layout
+from flexops.build.load import provider
 import emulated_gpu
 SOURCE = '''
 #include "common/map_elements.cuh"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import flexops
-from flexops.op_builder import loader
+from flexops.build.load import loader
 from flexops.ops import attention as attention_module
 from flexops.testing import accuracy
 from flexops.testing.comparing import size_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexops.op_builder import loader
+from flexops.build.load import loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from test_sharded import FAMILIES, run_ranks

@@ -30,10 +30,10 @@ from conftest import BASE, REPOSITORY, Image
 from wheel_index import CREDENTIALS
 
 from flexops import targets
+from flexops.build.describe.catalog import CATALOG
 from flexops.doctor.checks.build import TOLERANCE
 from flexops.errors import ImageError
 from flexops.images import building, naming
-from flexops.op_builder.catalog import CATALOG
 from flexops.targets.image_files import labels
 
 pytestmark = [pytest.mark.image, pytest.mark.extra]
@@ -124,7 +124,7 @@ def test_nothing_of_the_build_reaches_it(engine: Any, cpu_image: str, index_url:
 def small_checkout(checkout: Path, tmp_path: Path) -> Path:
     """With one family, because compiling all of them takes long."""
     shutil.copytree(checkout, tmp_path / "small")
-    with (tmp_path / "small/flexops/op_builder/catalog.py").open("a") as catalog:
+    with (tmp_path / "small/flexops/build/describe/catalog.py").open("a") as catalog:
         catalog.write('CATALOG = (find("lion"),)\n')
     return tmp_path / "small"
 
@@ -366,7 +366,7 @@ def test_an_edit_rebuilds_what_depends_on_it(image: Image, checkout: Path, cpu_i
         return next(part for part in log.split("\nStep ") if instruction in part.splitlines()[0])
 
     def compiled(log: str) -> list[str]:
-        return [line.split(":")[0] for line in step(log, "-m flexops.op_builder").splitlines() if re.match(r"[\w-]+: [\d.]+ s$", line)]
+        return [line.split(":")[0] for line in step(log, "-m flexops.build").splitlines() if re.match(r"[\w-]+: [\d.]+ s$", line)]
 
     (checkout / "flexops/ops/quant.py").open("a").write("\n# edited\n")
     log = rebuilt()
@@ -424,7 +424,7 @@ def test_a_registry_that_refuses_is_one_clear_error(engine: Any, small: str) -> 
 def test_a_broken_kernel_shows_the_compilers_error(engine: Any, image: Image, checkout: Path, cpu_image: str, tmp_path: Path) -> None:
     broken = tmp_path / "checkout"
     shutil.copytree(checkout, broken)
-    with (broken / "flexops/op_builder/catalog.py").open("a") as catalog:
+    with (broken / "flexops/build/describe/catalog.py").open("a") as catalog:
         catalog.write('CATALOG = (find("quant"),)\n')  # alone, because compiling all of them takes long
     source = broken / "csrc/quant/quant_cpu.cpp"
     source.write_text(source.read_text() + "\nint broken = no_such_thing;\n")

@@ -24,6 +24,9 @@ import pytest
 
 import flexops
 from flexops import targets, toolchain
+from flexops.build.describe import layout
+from flexops.build.describe.catalog import CATALOG
+from flexops.build.store.manifest import Manifest
 from flexops.doctor.finding import Finding, Report, Section
 from flexops.errors import ImageError, TargetError
 from flexops.images import (
@@ -42,9 +45,6 @@ from flexops.images import (
 )
 from flexops.images.facts import ImageFacts, Library
 from flexops.images.failure import Step
-from flexops.op_builder import layout
-from flexops.op_builder.catalog import CATALOG
-from flexops.op_builder.manifest import Manifest
 from flexops.settings import Settings
 from flexops.targets import image_files, locks
 
@@ -180,12 +180,12 @@ PROGRESS = """\
 #1 DONE 0.0s
 #4 [toolchain 1/3] FROM docker.io/library/base:1
 #4 CACHED
-#5 [kernels 9/9] RUN A=1 python -m flexops.op_builder cpu
+#5 [kernels 9/9] RUN A=1 python -m flexops.build cpu
 #5 0.512 flexops: quant-cpu could not be built
 #5 0.513   fix: correct a.cpp
 #5 ERROR: process "/bin/sh -c python" did not complete successfully: exit code: 6
 ------
- > [kernels 9/9] RUN A=1 python -m flexops.op_builder cpu:
+ > [kernels 9/9] RUN A=1 python -m flexops.build cpu:
 ------
 ERROR: failed to solve: process "/bin/sh -c python" did not complete: exit code: 6
 """
@@ -234,7 +234,7 @@ def test_buildkits_progress_is_understood(
     docker(tmp_path, PROGRESS.partition("#5 ERROR")[0], monkeypatch)
     done = buildkit.build(job, packed_file(), log, None)
     assert (done.failed, done.image) == (False, "sha256:9")
-    assert done.ran("-m flexops.op_builder")
+    assert done.ran("-m flexops.build")
     assert not done.ran("FROM")
 
 
@@ -356,7 +356,7 @@ def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> 
             (tmp_path / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             copy(source, tmp_path / source.relative_to(ROOT))
     assert not (tmp_path / "flexops/images").exists()
-    script = "import flexops.op_builder.__main__ as m, pathlib; print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
+    script = "import flexops.build.__main__ as m, pathlib; print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
     command = [sys.executable, "-S", "-c", script]  # without what is installed, a flexops perhaps
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=False)
     assert done.stdout == "True\n", done.stderr
@@ -657,7 +657,7 @@ def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
     assert 'org.opencontainers.image.base.digest="sha256:2"' in client.labelled
 
 
-COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.op_builder cpu\n"}]
+COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.build cpu\n"}]
 
 
 def test_what_was_compiled_is_kept_for_the_next_build(project: Path) -> None:

@@ -20,8 +20,8 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import TransformersKwargs
 
 import flexops
+from flexops.build.load import loader
 from flexops.errors import PatchError
-from flexops.op_builder import loader
 from flexops.patching import attention
 
 NEW = 9  # tokens, more than a window is long

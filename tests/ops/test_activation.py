@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexops
-from flexops.op_builder import loader
+from flexops.build.load import loader
 from flexops.ops import _register
 from flexops.ops import activation as activation_module
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import flexops
 from flexops import optim
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
+from flexops.build.load import loader
 
 LISTS = {"params": None, "grads": None, "exp_avgs": torch.float32, "exp_avg_sqs": torch.float32}
 NUMBERS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import flexops
 from flexops import settings
 from flexops.bench.reference import OnReference
+from flexops.build.load import loader
 from flexops.errors import NativeUnavailableError
-from flexops.op_builder import loader
 from flexops.ops import attention as attention_module
 
 sys.path.insert(0, str(Path(__file__).parent))

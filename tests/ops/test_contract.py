@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing._internal.optests import OpCheckError
 
 import flexops
-from flexops.op_builder.spec import Project
+from flexops.build.describe.spec import Project
 from flexops.ops import _register
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import flexops
 from flexops import optim
 from flexops.bench.reference import OnReference
-from flexops.op_builder import loader
+from flexops.build.load import loader
 
 NARROW = [torch.bfloat16, torch.float16]
 BOTH = pytest.mark.parametrize("name", ["lion", "lamb"])

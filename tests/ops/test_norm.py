@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
-from flexops.op_builder import loader
+from flexops.build.load import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_backward as backward_module
 from flexops.ops import norm_quantized as quantized_module

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexops
 import flexops.optim
 from flexops import settings
+from flexops.build.describe import catalog
+from flexops.build.load import loader
 from flexops.errors import NativeUnavailableError
-from flexops.op_builder import catalog, loader
 from flexops.ops import _register
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flexops
-from flexops.op_builder import provider_texts
+from flexops.build.load import provider_texts
 from flexops.ops import _score_mod
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexops.op_builder import loader
+from flexops.build.load import loader
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 FAMILIES = ("adam", "lion", "adagrad", "lamb", "adam8bit", "grad_norm", "cross_entropy", "activation", "attention")

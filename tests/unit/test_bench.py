@@ -20,9 +20,10 @@ from flexops.bench.build_ladder import RUNGS, Ladder
 from flexops.bench.cases import SOURCES, Case, Setup, Source
 from flexops.bench.results import Results, Timing
 from flexops.bench.text import duration, ratio
+from flexops.build.describe import catalog
+from flexops.build.load import loader
 from flexops.cli._app import app
 from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
-from flexops.op_builder import catalog, loader
 
 interrupted_at: list[str] = []
 SECONDS = {rung.id: 200.0 / (number + 1) ** 3 for number, rung in enumerate(RUNGS)}

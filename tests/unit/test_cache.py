@@ -20,12 +20,12 @@ import pytest
 from builds import made_up_entry as add
 from builds import tiny_plan
 
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store import cache_archive, lock
+from flexops.build.store.cache import OWNER_LOCK, BuildCache, Entry
+from flexops.build.store.manifest import Manifest
+from flexops.build.store.remote import Remote
 from flexops.errors import CacheError
-from flexops.op_builder import cache_archive, lock
-from flexops.op_builder.cache import OWNER_LOCK, BuildCache, Entry
-from flexops.op_builder.manifest import Manifest
-from flexops.op_builder.plan import BuildPlan
-from flexops.op_builder.remote import Remote
 
 LONG_AGO = time.time() - 3600
 

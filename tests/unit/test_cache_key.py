@@ -9,8 +9,8 @@ from builds import HOST, OLD_TORCH, SQUARE, TOOLS, TORCH, copy_csrc, paper_plan,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexops.op_builder import cache_key
-from flexops.op_builder.plan import BuildPlan
+from flexops.build.plan import cache_key
+from flexops.build.plan.plan import BuildPlan
 from flexops.toolchain.model import Toolchain
 from flexops.toolchain.resources import Resources
 

@@ -173,7 +173,7 @@ def test_help_and_version_need_no_parser(arguments: list[str], code: int) -> Non
     """What takes long to import stays out, so that they answer as fast as Python starts."""
     done = started(*arguments)
     assert done.returncode == code
-    slow = {"torch", "typer", "click", "rich", "numpy", "flexops.op_builder", "flexops.toolchain"}
+    slow = {"torch", "typer", "click", "rich", "numpy", "flexops.build", "flexops.toolchain"}
     assert imported(done) & slow == set()
     said = f"flexops {flexops.__version__}" if "--version" in arguments else "Usage: flexops"
     assert done.stdout.startswith(said)

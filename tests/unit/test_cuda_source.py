@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexops.build.describe.cuda_declarations import Unsplittable
+from flexops.build.describe.cuda_source import Split, split
+from flexops.build.describe.cuda_tokens import Unclear, brackets, tokens_of
+from flexops.build.load.extension_nvrtc import expression_of, flags_of, kernel_of
+from flexops.build.plan.kernel_names import alike
 from flexops.errors import ToolchainError
-from flexops.op_builder.cuda_declarations import Unsplittable
-from flexops.op_builder.cuda_source import Split, split
-from flexops.op_builder.cuda_tokens import Unclear, brackets, tokens_of
-from flexops.op_builder.extension_nvrtc import expression_of, flags_of, kernel_of
-from flexops.op_builder.kernel_names import alike
 
 KERNEL = "template <typename T>\n__global__ void scale(const T* x, T* y, int n) {\n  y[threadIdx.x] = x[0];\n}\n"
 

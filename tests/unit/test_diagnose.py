@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexops.op_builder.diagnose import diagnose
+from flexops.build.compile.diagnose import diagnose
 
 SYNTAX = """[1/3] adam-cuda: binding.o
 FAILED: adam-cuda/adam.cu.o

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from flexops import _toml, distribution, settings
+from flexops.build.deliver import aot
 from flexops.doctor.probes import machine
 from flexops.errors import ToolchainError
-from flexops.op_builder import aot
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = "flexops" + r"(?![\w-])"  # and not flexops-torch

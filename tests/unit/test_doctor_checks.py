@@ -556,9 +556,9 @@ def test_facts_use_capabilities_as_gpus_report_them() -> None:
 
 
 def test_an_op_without_kernels_for_a_device_lacks_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexops.build.describe import catalog
+    from flexops.build.describe.spec import OpSpec
     from flexops.doctor import judgement
-    from flexops.op_builder import catalog
-    from flexops.op_builder.spec import OpSpec
 
     monkeypatch.setattr(catalog, "CATALOG", (OpSpec("both", files=("x_cpu.cpp", "x_cuda.cpp")), OpSpec("gpu-only", files=("y_cuda.cpp",))))
     assert (judgement._ops("cpu"), judgement._ops("cuda"), judgement._ops()) == (("both",), ("both", "gpu-only"), ("both", "gpu-only"))

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexops.build.compile import ninja as compiler
+from flexops.build.describe.includes import own_headers, reaches_first
+from flexops.build.load.extension_inline import cpp_text
+from flexops.build.plan import cache_key, extension_advice, hipify
+from flexops.build.plan.extension_hip import plan_hip_extension
+from flexops.build.plan.extension_plan import PythonBuild, Request, arguments, object_names, plan_extension, precompilable_flags
+from flexops.build.plan.plan import BuildPlan
 from flexops.compute_capability import Architecture, ComputeCapability
 from flexops.errors import ArchitectureError, ToolchainError
-from flexops.op_builder import cache_key, compiler, extension_advice, hipify
-from flexops.op_builder.extension_hip import plan_hip_extension
-from flexops.op_builder.extension_inline import cpp_text
-from flexops.op_builder.extension_plan import PythonBuild, Request, arguments, object_names, plan_extension, precompilable_flags
-from flexops.op_builder.includes import own_headers, reaches_first
-from flexops.op_builder.plan import BuildPlan
 from flexops.toolchain.model import CudaToolkit, HostCompiler, RocmToolkit, Tool, Toolchain, TorchBuild, Version
 
 HEADER = "torch/extension.h"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from builds import OLD_TORCH, TORCH
 
-from flexops.op_builder import manifest as module
-from flexops.op_builder.manifest import Manifest, judge, needed_versions, verify
+from flexops.build.store import manifest as module
+from flexops.build.store.manifest import Manifest, judge, needed_versions, verify
 
 MANIFEST = Manifest(
     name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, crc32="0" * 8, torch_abi="stable-2.11",
@@ -148,7 +148,7 @@ def test_symbol_versions_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_this_process_knows_its_own_libraries() -> None:
-    code = "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.op_builder import manifest as m; print(m._glibc(), m._libstdcxx())"
+    code = "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.build.store import manifest as m; print(m._glibc(), m._libstdcxx())"
     said = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code], capture_output=True, text=True, check=True).stdout.split()
     assert said[0].startswith("2.")
     assert "libstdc++" in said[1]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from builds import CUDA, GIB, HOST, OLD_TORCH, ROOM, SQUARE, TOOLS, TORCH, paper_plan
 
+from flexops.build.describe import catalog
+from flexops.build.plan.plan import BuildPlan, Step, for_nvcc, spare_threads
 from flexops.errors import ToolchainError
-from flexops.op_builder import catalog
-from flexops.op_builder.plan import BuildPlan, Step, for_nvcc, spare_threads
 from flexops.toolchain.model import HostCompiler, Version
 from flexops.toolchain.resources import Resources
 

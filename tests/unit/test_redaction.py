@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flexops import settings
+from flexops.build.store import remote
 from flexops.errors import FlexopsError
-from flexops.op_builder import remote
 from flexops.redaction import redacted, scrubbed
 from flexops.settings import Settings
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flexops.op_builder.remote import entry_name
+from flexops.build.store.remote import entry_name
 from flexops.redaction import redacted, scrubbed
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from flexops.build.describe import binding, schema
+from flexops.build.describe.schema import Argument, Dimensions, declare, dimensions, parse
+from flexops.build.describe.spec import Output, Rows
 from flexops.errors import FlexopsError
-from flexops.op_builder import binding, schema
-from flexops.op_builder.schema import Argument, Dimensions, declare, dimensions, parse
-from flexops.op_builder.spec import Output, Rows
 
 
 def test_every_kind_of_argument_is_read() -> None:

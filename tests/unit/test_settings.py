@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flexops
+from flexops.build.describe import layout
 from flexops.errors import SettingsError
-from flexops.op_builder import layout
 from flexops.settings import Settings, current, parse_size
 
 

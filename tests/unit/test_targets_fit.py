@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flexops import targets
+from flexops.build.describe import catalog
 from flexops.errors import FlexopsError
-from flexops.op_builder import catalog
 from flexops.targets.fit import is_of, unfit
 from flexops.toolchain.model import TorchBuild, Version
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from flexops import targets
+from flexops.build.describe import catalog
 from flexops.compute_capability import parse_arch_list
 from flexops.errors import TargetError
 from flexops.inspection import baseline, hip_proof, proving, torch_proof
 from flexops.inspection.measuring import Measured
-from flexops.op_builder import catalog
 from flexops.targets import proven, render
 from flexops.targets.proven import KERNELS, OPERATORS, TESTS, Fact
 

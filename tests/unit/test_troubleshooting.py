@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from flexops.op_builder import diagnose
+from flexops.build.compile import diagnose
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("build_docs", ROOT / "scripts" / "build_docs.py")

@@ -20,13 +20,16 @@ import pytest
 from builds import answer, made_up_entry, tiny_plan, watched_compiler
 
 from flexops import trust
+from flexops.build.compile import ninja
+from flexops.build.compile.building import obtain as build_plans
+from flexops.build.load import extension
+from flexops.build.plan import cache_key
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store import cache_archive, objects
+from flexops.build.store.cache import BuildCache, Entry, read_manifest
+from flexops.build.store.manifest import file_crc32
+from flexops.build.store.remote import Remote
 from flexops.errors import CacheError
-from flexops.op_builder import cache_archive, cache_key, compiler, extension, objects
-from flexops.op_builder.builder import obtain as build_plans
-from flexops.op_builder.cache import BuildCache, Entry, read_manifest
-from flexops.op_builder.manifest import file_crc32
-from flexops.op_builder.plan import BuildPlan
-from flexops.op_builder.remote import Remote
 
 VICTIM, ATTACKER = 4711, 4712
 
@@ -534,7 +537,7 @@ def test_what_is_signed_is_not_linked_from_objects_of_another_member(
     shutil.copy(kept.library, place / "forged.o")
     evil = tiny_plan(place / "evil", header="inline int answer_of_header() { return 666; }\n")
     with BuildCache(place / "elsewhere").workspace() as workspace:
-        compiler.run([evil], workspace)
+        ninja.run([evil], workspace)
         forged = (workspace / "tiny-cpu" / "tiny.o").read_bytes()
     kept.library.write_bytes(forged)
     manifest = kept.manifest._replace(

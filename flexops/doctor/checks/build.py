@@ -132,7 +132,7 @@ def _without_compiler(asked: str | None, here: Sequence[object]) -> Finding:
 
 def jobs(chosen: Settings, resources: Resources) -> Finding:
     """``MAX_JOBS`` against processors and memory. flexops never runs more than memory holds; torch's cpp_extension does what it says."""
-    from ...op_builder.plan import TORCH_HEADER_STEP_BYTES
+    from ...build.plan.plan import TORCH_HEADER_STEP_BYTES
 
     machine = f"{resources.cpus} processors, {size_in_words(resources.memory_bytes)} free"
     holds = max(1, resources.memory_bytes // TORCH_HEADER_STEP_BYTES) if resources.memory_bytes else resources.cpus

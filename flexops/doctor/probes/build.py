@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
 
 if TYPE_CHECKING:
-    from ...op_builder.manifest import Manifest, Refusal
-    from ...op_builder.spec import DeviceType
+    from ...build.describe.spec import DeviceType
+    from ...build.store.manifest import Manifest, Refusal
     from ...settings import Settings
     from ...toolchain.model import Toolchain
     from ...toolchain.nvrtc import DeviceCompiler
@@ -93,7 +93,7 @@ def read_sccache(text: str) -> LauncherFact:
 
 def cache(chosen: Settings) -> CacheFact:
     """The build cache's directory, or the nearest one above it that is there."""
-    from ...op_builder.loader import open_cache
+    from ...build.load.loader import open_cache
 
     store = open_cache(chosen)
     there = next(path for path in (store.root, *store.root.parents) if os.path.isdir(path))
@@ -161,9 +161,12 @@ def _open_files() -> frozenset[str] | None:
 
 def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
     """The libraries there are for each op and device type: compiled at install, and in the cache; each judged as the loader would."""
-    from ...op_builder import catalog, device_code, kernel_names, layout, loader
-    from ...op_builder.cache import read_entry
-    from ...op_builder.manifest import judge
+    from ...build.compile import device_code
+    from ...build.describe import catalog, layout
+    from ...build.load import loader
+    from ...build.plan import kernel_names
+    from ...build.store.cache import read_entry
+    from ...build.store.manifest import judge
 
     if found.torch is None:
         return ()

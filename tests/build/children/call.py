@@ -44,7 +44,7 @@ def define() -> None:
     """What ``flexops/ops/<op>.py`` and the catalogue do for a real op."""
     from builds import SQUARE
 
-    from flexops.op_builder import catalog, layout
+    from flexops.build.describe import catalog, layout
     from flexops.ops import _register
 
     layout.csrc_root = lambda: Path(request["csrc"])

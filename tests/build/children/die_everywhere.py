@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from builds import tiny_plan
 
-from flexops.op_builder import builder
-from flexops.op_builder.cache import BuildCache
-from flexops.op_builder.plan import BuildPlan
+from flexops.build.compile import building
+from flexops.build.plan.plan import BuildPlan
+from flexops.build.store.cache import BuildCache
 
 _DEEDS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.chmod", "shutil.rmtree", "tempfile.mkstemp", "tempfile.mkdtemp", "subprocess.Popen")
 _LONGEST = 30.0
@@ -49,7 +49,7 @@ def build(plan: BuildPlan, cache: Path, die_at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    entry = builder.obtain([plan], BuildCache(cache))[0].require()
+    entry = building.obtain([plan], BuildCache(cache))[0].require()
     os._exit(0 if b"answer" in entry.library.read_bytes() else 1)
 
 

@@ -21,15 +21,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from builds import SQUARE, tiny_plan
 
 from flexops import settings
+from flexops.build.compile import building
+from flexops.build.deliver import aot
+from flexops.build.describe import layout
+from flexops.build.load import loader
+from flexops.build.store.cache import BuildCache
 from flexops.errors import FlexopsError
-from flexops.op_builder import aot, builder, layout, loader
-from flexops.op_builder.cache import BuildCache
 
 
-def build(request: dict[str, Any]) -> builder.Result:
+def build(request: dict[str, Any]) -> building.Result:
     if "folder" in request:
         plan = tiny_plan(Path(request["folder"]), compiler=request.get("compiler", "g++"))
-        return builder.obtain([plan], loader.open_cache(settings.current()))[0]
+        return building.obtain([plan], loader.open_cache(settings.current()))[0]
     layout.csrc_root = lambda: Path(request["csrc"])
     chosen = settings.current()
     return aot.build_specs((SQUARE,), (request["device"],), chosen._replace(arch_list=request.get("arch") or chosen.arch_list))[0]

@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
-from flexops.op_builder import catalog, loader
+from flexops.build.describe import catalog
+from flexops.build.load import loader
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 FAMILY = {op: spec.name for spec in catalog.CATALOG for op in spec.ops}

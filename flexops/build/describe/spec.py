@@ -1,0 +1,234 @@
+"""What an op is, to the builder: its folder, and what is in it. Nothing is resolved here; a folder is read when it is first asked about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..._fork import kept
+from . import layout
+
+if TYPE_CHECKING:
+    from ...compute_capability import ComputeCapability
+    from .schema import Signature
+
+
+class Output(NamedTuple):
+    """How a result is allocated.
+
+    Attributes:
+        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
+            tensors a list holds; one of them times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down), one added, ``x[-1] + 1``; ``[]``
+            for none, of a tensor of one number. "" for the first tensor's.
+        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. Of an optional tensor that is not given,
+            and of "", the first tensor's.
+        when: the result is there only if a bool argument is true, an int is not 0, or an optional one is given, or several, with ``and``. Else the operator
+            returns a tensor of no elements, and the launcher gets a view that is false.
+        otherwise: the shape that it has else, in the place of that.
+    """
+
+    shape: str = ""
+    dtype: str = ""
+    when: str = ""
+    otherwise: str = ""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The arguments that ``when`` names."""
+        return tuple(self.when.split(" and ")) if self.when else ()
+
+
+class Rows(NamedTuple):
+    """Lists of one length, whose tensors at one place belong together: parameters, their gradients, their states.
+
+    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their stead, whose arrays hold their elements in one order: where
+    tensors lie in memory otherwise, copies stand in for them, and what is written is copied back.
+
+    Attributes:
+        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are float32, float16 or bfloat16, each on its own, or as
+            ``dtypes`` says.
+        steps: a further list, of tensors of one float32 element, or of one tensor that has an element for each place: a row's ``step``.
+        optional: those that may be empty: then rows have no such array, or no ``step``.
+        written_if: lists that are written only if another argument, an optional one, is given.
+        blocks: lists with a number for each so many elements of a row, such as scales; they are contiguous, of whatever shape.
+        row_major: whether the order must be row-major, as for states that are no tensors of that shape.
+    """
+
+    lists: tuple[str, ...]
+    steps: str = ""
+    optional: tuple[str, ...] = ()
+    written_if: tuple[tuple[str, str], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
+    row_major: bool = False
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return (*self.lists, self.steps) if self.steps else self.lists
+
+
+class Declared(NamedTuple):
+    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it. It has a host function, unless that says
+    otherwise."""
+
+    schema: str
+    said: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.schema)
+
+
+DeviceType = Literal["cpu", "cuda"]
+"""torch's device type. A ROCm build's is ``"cuda"`` too, as in torch."""
+
+
+class Project(NamedTuple):
+    """Whose kernels are built: flexops' own, or those of a package that uses ``flexops.builder``.
+
+    Attributes:
+        name: the namespace of its operators in torch and of its launchers in C++.
+        package: the directory of its Python package; None for flexops, whose places ``layout`` knows.
+    """
+
+    name: str
+    package: Path | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether these are flexops' own."""
+        return self.package is None
+
+    @property
+    def csrc(self) -> Path:
+        """Its sources: a folder for each family."""
+        return layout.csrc_root() if self.package is None else self.package / "csrc"
+
+    @property
+    def aot(self) -> Path:
+        """The libraries that an install compiled in: ``<aot>/<label>-<device>/{manifest.json, lib.so}``; it need not exist."""
+        return layout.aot_root() if self.package is None else self.package / layout.AOT
+
+    def roots(self, common: Path) -> tuple[tuple[str, Path], ...]:
+        """Where includes are looked for, and the names under which keys and manifests record what was found: its own sources, then flexops' (``common``)."""
+        return (("<csrc>", common),) if self.package is None else ((f"<{self.name}>", self.csrc), ("<csrc>", common))
+
+    def label(self, family: str) -> str:
+        """What a family is called among all projects'."""
+        return family if self.package is None else f"{self.name}.{family}"
+
+
+FLEXOPS = Project("flexops")
+
+
+class _Fields(NamedTuple):
+    family: str
+    project: Project = FLEXOPS
+    isa_levels: tuple[str, ...] = ("baseline", "avx2", "avx512")
+    files: tuple[str, ...] | None = None
+    hip: bool = True
+    least_capability: tuple[int, int] = (0, 0)
+    signatures: tuple[Signature, ...] = ()
+    declared: tuple[Declared, ...] = ()
+
+
+class OpSpec(_Fields):
+    """One folder of a project's sources, built into one library per device type.
+
+    The folder ``csrc/<family>/`` holds ``<family>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
+    ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``*_cpu.cpp`` (compiled once per ISA level with ``FLEXOPS_ISA`` defined to
+    ``baseline``, ``avx2`` or ``avx512``), ``*_cuda.cpp`` (the launchers, host code) and ``*.cuh`` (the kernels).
+
+    Attributes:
+        family: the folder's name.
+        project: whose it is.
+        isa_levels: the ISA levels of the CPU sources.
+        files: what the folder has, if it is not to be read.
+        hip: whether its CUDA sources compile for AMD GPUs too.
+        least_capability: of the NVIDIA GPUs that its kernels run on.
+        signatures: of the operators, where they are declared: from them the binding is written, unless the folder has one.
+        declared: in the place of signatures, what they are made from when they are asked for.
+    """
+
+    @kept
+    def every_signature(self) -> tuple[Signature, ...]:
+        if not self.declared:
+            return self.signatures
+        from . import schema
+
+        return tuple(schema.declare(schema.without_defaults(one.schema), **{"split": "host", **one.said}) for one in self.declared)
+
+    @property
+    def name(self) -> str:
+        """What it is called among all projects': in the cache, in ``status()``, on the command line."""
+        return self.project.label(self.family)
+
+    @property
+    def binding(self) -> str:
+        """Relative to ``csrc``; "" if it is written by the builder."""
+        name = f"{self.family}_binding.cpp"
+        return "" if (self.signatures or self.declared) and name not in self._files else f"{self.family}/{name}"
+
+    @property
+    def one_binding(self) -> bool:
+        """Whether one object of its binding serves every device type. Other projects' functions before launchers may ask for theirs by ``#if``."""
+        return self.project.own and not self.binding
+
+    @property
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """The sources that the builder writes, by name."""
+        if self.binding:
+            return ()
+        from ..plan import plan
+        from . import binding
+
+        namespace, signatures = self.project.name, self.every_signature
+        return (
+            (plan.BINDING, binding.binding(namespace, self.family, signatures, self.isa_levels)),
+            (plan.DECLARATIONS, binding.declarations(namespace, signatures)),
+        )
+
+    @kept
+    def _files(self) -> tuple[str, ...]:
+        if self.files is not None:
+            return self.files
+        try:
+            return tuple(sorted(path.name for path in (self.project.csrc / self.family).iterdir()))
+        except OSError:
+            return ()
+
+    @kept
+    def ops(self) -> tuple[str, ...]:
+        """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
+        if not self.binding:
+            declared = (one.schema.partition("(")[0] + more for one in self.declared for more in ("", *(("_plain",) if one.said.get("plain") else ())))
+            return (*declared, *(signature.schema.name for signature in self.signatures))
+        try:
+            text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
+        except OSError:
+            return ()
+        return tuple(dict.fromkeys(re.findall(r'FLEXOPS_IMPL\(\s*\w+,\s*"(\w+)', text)))
+
+    @property
+    def cpu_sources(self) -> tuple[str, ...]:
+        """Relative to ``csrc``; empty if there is no CPU kernel."""
+        return self._ending("_cpu.cpp")
+
+    @property
+    def cuda_sources(self) -> tuple[str, ...]:
+        """The launchers, relative to ``csrc``. Which kernels there are, the built library says (``kernel_names``)."""
+        return self._ending("_cuda.cpp")
+
+    def _ending(self, suffix: str) -> tuple[str, ...]:
+        return tuple(f"{self.family}/{name}" for name in self._files if name.endswith(suffix))
+
+    def runs_on(self, capability: ComputeCapability) -> bool:
+        """Whether its kernels run on GPUs of that capability, so that it is worth compiling them for it."""
+        return (capability.major, capability.minor) >= self.least_capability
+
+    @property
+    def devices(self) -> tuple[DeviceType, ...]:
+        """The device types that a library can be built for."""
+        cpu: tuple[DeviceType, ...] = ("cpu",) if self.cpu_sources else ()
+        cuda: tuple[DeviceType, ...] = ("cuda",) if self.cuda_sources else ()
+        return cpu + cuda

@@ -1,0 +1,113 @@
+"""The device code of a `.cu` of somebody's own, as NVRTC gets it: a whole program, whose kernels are one module of the driver's, as nvcc makes one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..describe.cuda_names import ACCESSORS
+from ..describe.spec import OpSpec
+from . import cache_key
+from .kernel_names import artifact_name
+from .kernel_plan import KernelPlan
+
+if TYPE_CHECKING:
+    from ...compute_capability import Architecture, ComputeCapability
+    from ...toolchain.nvrtc import DeviceCompiler
+
+DEVICE_HEADER = "common/extension_device.cuh"
+_ACCESSORS = "common/extension_accessors.cuh"
+# Headers that have nothing in them for device code: C's and C++'s, in whose place DEVICE_HEADER stands, and those that extension_accessors.cuh does without.
+_STANDARD = (
+    "algorithm", "array", "assert.h", "bit", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio", "cstdlib", "cstring", "float.h",
+    "iosfwd", "iostream", "istream", "limits", "limits.h", "math.h", "numeric", "functional", "initializer_list", "iterator", "memory", "vector", "string",
+    "sstream", "stdexcept", "torch/headeronly/util/Exception.h", "torch/headeronly/util/HeaderOnlyArrayRef.h", "c10/util/ArrayRef.h",
+    "c10/util/Deprecated.h", "c10/util/Exception.h", "c10/util/irange.h", "ostream", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h", "tuple",
+    "type_traits", "utility",
+)  # fmt: skip
+_CUDA_HALF = re.compile(r"(?:__)?(?:nv_)?(?:half|bfloat16)2?(?:_raw)?")
+TORCH_TYPES = re.compile(r"\b(?:c10|at|torch)::(?:headeronly::)?(\w+)")
+
+
+class Program(NamedTuple):
+    """The device code of one source: a module of the driver's, as nvcc makes one.
+
+    Attributes:
+        extension, number, source: whose it is: the extension's name, the source's number in it and its path.
+        text, words: the device's half, and the words in it.
+        options: NVRTC's.
+        roots: where includes are looked for, each with its name.
+        torch: which one it is compiled for.
+        expressions, symbols: the kernels that are wanted of it, as C++ names them and as the host compiler mangles them.
+    """
+
+    extension: str
+    number: int
+    source: str
+    text: str
+    options: tuple[str, ...]
+    roots: tuple[tuple[str, Path], ...]
+    words: frozenset[str]
+    torch: str
+    expressions: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+    @property
+    def expression(self) -> str:
+        return os.path.basename(self.source)
+
+    @property
+    def spec(self) -> OpSpec:
+        return OpSpec(f"{self.extension}.cu", files=())
+
+    def name(self, architecture: str) -> str:
+        return artifact_name(self.spec.family, architecture, self._digest())
+
+    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
+        digest, files = self._digest(), self._files()
+        key = cache_key.digest_fields([("program", digest), ("architecture", architecture.code), ("compiler", compiler.identity), *sorted(files.items())])
+        name = artifact_name(self.spec.family, architecture.code, digest)
+        return KernelPlan(
+            name, key, self.expression, self._program(), architecture, compiler, self.roots, files, self.options, self.expressions, self.symbols, _STANDARD
+        )
+
+    def mend(self, _: ComputeCapability) -> str:
+        return "unset FLEXOPS_JIT"
+
+    def _program(self) -> str:
+        return "".join(f"#include <{header}>\n" for header in self._headers()) + self.text
+
+    def _headers(self) -> Iterator[str]:
+        """What the program includes first: what torch's and CUDA's headers would have brought, as far as it is used."""
+        yield DEVICE_HEADER
+        types = {match for one in self.expressions for match in TORCH_TYPES.findall(one)}
+        if ACCESSORS & (types | self.words):
+            yield _ACCESSORS
+        if any(word.startswith("C10_") or word == "CUDA_KERNEL_ASSERT" for word in self.words):
+            yield self._torch("macros/Macros.h")
+        for half, header in (("Half", "cuda_fp16.h"), ("BFloat16", "cuda_bf16.h")):
+            if half in types | self.words:
+                yield self._torch(f"util/{half}.h")
+            elif any(_CUDA_HALF.fullmatch(word) and (word.find("bfloat") >= 0) == (half == "BFloat16") for word in self.words):
+                yield header
+
+    def _torch(self, header: str) -> str:
+        include = dict(self.roots)["<torch>"]
+        return f"torch/headeronly/{header}" if (include / "torch" / "headeronly" / header).exists() else f"c10/{header}"
+
+    def _files(self) -> cache_key.Digests:
+        """Of what the compiler's identity and torch's do not cover: our own header, and CUDA's, which a package has besides."""
+        found = {}
+        for name, root in self.roots:
+            for header in (DEVICE_HEADER, "common/integers.cuh", _ACCESSORS, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
+                if name != "<torch>" and (root / header).is_file():
+                    found[f"{name}/{header}"] = cache_key.file_digest(root / header)
+        return found
+
+    def _digest(self) -> str:
+        kernels, options = "\0".join((*self.expressions, *self.symbols)), "\0".join(self.options)
+        headers = [item for item in self._files().items() if not item[0].startswith("<csrc>")]
+        return cache_key.digest_fields([*headers, ("source", self._program()), ("kernels", kernels), ("options", options), ("torch", self.torch)])
