@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .patching import patch as patch
     from .patching import unpatch as unpatch
 
-__version__ = "0.2.0"
+from ._version import __version__  # noqa: E402
 
 _NAMES = {
     "builder": ("builder",),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+NO_CODE = "flexops has no code of the kernel"
+"""How the error of a launch begins whose kernel has no code for this GPU."""
+
 
 class FlexopsError(Exception):
     """Base of every error flexops raises on purpose.

@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..build.describe.declaration import Output as Output
+    from ..build.describe.declaration import Rows as Rows
     from ..build.describe.schema import FLOATS as FLOATS
-    from ..build.describe.spec import Output as Output
-    from ..build.describe.spec import Rows as Rows
     from .library import Library as Library
     from .library import Op as Op
     from .packaging import commands as commands
@@ -27,8 +27,8 @@ _PUBLIC = {
     "FLOATS": "flexops.build.describe.schema",
     "Library": "flexops.builder.library",
     "Op": "flexops.builder.library",
-    "Output": "flexops.build.describe.spec",
-    "Rows": "flexops.build.describe.spec",
+    "Output": "flexops.build.describe.declaration",
+    "Rows": "flexops.build.describe.declaration",
     "commands": "flexops.builder.packaging",
     "extensions": "flexops.builder.packaging",
 }

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .._torch import schema_of
 from ..build.describe import catalog, schema
+from ..build.describe.declaration import Output, Rows
 from ..build.describe.schema import Dimensions, Signature, in_words
-from ..build.describe.spec import OpSpec, Output, Project, Rows
+from ..build.describe.spec import OpSpec, Project
 from ..errors import FlexopsError
 from ..ops import _register
 

@@ -21,6 +21,7 @@ from .. import _torch, settings
 from ..build.compile import device_code
 from ..build.describe import layout
 from ..build.load import loader, provider
+from ..toolchain import libcuda
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from . import binding, launch
@@ -288,7 +289,7 @@ class _Code:
         if torch.version.hip:
             raise ToolchainError(f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not", fix="reference=<a function in plain PyTorch>")
         with _lock:
-            capability = provider.driver().capability(device)
+            capability = libcuda.driver().capability(device)
             loaded = self._loaded.get((expression, capability))
             if loaded is None:
                 try:
@@ -318,7 +319,7 @@ class _Code:
         loaded = kernel.value or 0
         if self._allowed.get((loaded, device), 0) < size:
             try:
-                provider.driver().allow_shared(loaded, size, device)
+                libcuda.driver().allow_shared(loaded, size, device)
             except RuntimeError as error:
                 raise RuntimeError(f"{self.schema.name}: {size} bytes of dynamic shared memory: {error}: a GPU of this kind has not so much") from None
             self._allowed[loaded, device] = size
@@ -351,10 +352,10 @@ class _Code:
         shared: int,
     ) -> None:  # fmt: skip
         if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
-            provider.driver().enter_context(device)
+            libcuda.driver().enter_context(device)
             status = self.names["_launch"](config, kernel, None, extra)
         if status:
-            said, mend = provider.driver().error_text(status), ""
+            said, mend = libcuda.driver().error_text(status), ""
             if math.prod(block) > _MOST_THREADS:
                 mend = f": a block has at most {_MOST_THREADS} threads, not {math.prod(block)}"
             elif status == launch.OUT_OF_RESOURCES:

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from ..build.load import provider
+from ..toolchain import libcuda
 
 Pointer = ctypes.c_void_p | None
 
@@ -51,7 +51,7 @@ class Buffers(threading.local):
 def driver_call() -> Callable[[Pointer, Pointer, None, Pointer], int]:
     """``cuLaunchKernelEx(config, kernel, parameters, extra)`` of the driver. It declares no types of arguments, by which ctypes would convert each of
     them at each call: that is a tenth of the call, so pointers are made once."""
-    function = ctypes.CDLL(provider.driver().library._name).cuLaunchKernelEx  # of our own: types belong to a function object
+    function = ctypes.CDLL(libcuda.driver().library._name).cuLaunchKernelEx  # of our own: types belong to a function object
     function.restype = ctypes.c_int
     found: Callable[[Pointer, Pointer, None, Pointer], int] = function
     return found

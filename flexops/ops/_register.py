@@ -34,6 +34,7 @@ from .._torch import (
 )
 from ..build.describe.spec import FLEXOPS, Project
 from ..build.load import loader
+from ..errors import NO_CODE
 
 _libraries: dict[str, torch.library.Library] = {}
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -526,7 +527,7 @@ def _standing(family: str, kernel: Callable[..., Any], reference: Callable[..., 
         try:
             return kernel(keys, *args, **kwargs)
         except RuntimeError as error:
-            if loader.NO_CODE not in str(error):
+            if NO_CODE not in str(error):
                 raise
             loader.decline(family, "cuda", str(error), f"flexops build {family} --rare")
             return reference(*args, **kwargs)

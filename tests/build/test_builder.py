@@ -715,7 +715,7 @@ from flexops.build.load import provider
 from flexops.compute_capability import ComputeCapability
 from flexops.toolchain.model import Version
 spec, none = catalog.find("mylib.scale"), ()
-provider.driver = lambda: type("Driver", (), {"cuda": lambda self: Version((13, 0))})()
+libcuda.driver = lambda: type("Driver", (), {"cuda": lambda self: Version((13, 0))})()
 library = next((spec.project.aot / "mylib.scale-cuda").glob("*.so"))
 print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),)))
 print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),), (("<csrc>/common/dtypes.cuh", "another"),)))

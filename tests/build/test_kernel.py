@@ -108,8 +108,8 @@ def stub(tmp_path_factory: pytest.TempPathFactory, host_compiler: Any) -> Path:
 def driver(stub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """The stub in the driver's place, and tensors of the CPU in those of a GPU's: what is launched is never run."""
     fake = FakeDriver(stub)
-    real = provider.Driver(str(stub))
-    monkeypatch.setattr(provider, "driver", lambda: real)
+    real = libcuda.Driver(str(stub))
+    monkeypatch.setattr(libcuda, "driver", lambda: real)
     monkeypatch.setattr(_torch, "current_gpu", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 77)
     monkeypatch.setattr(_torch, "empty_strided_cuda", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))

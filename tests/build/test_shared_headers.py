@@ -16,9 +16,10 @@ from marks import first_of
 from flexops import settings, toolchain
 from flexops.build.compile import ninja as compiler
 from flexops.build.describe import catalog, includes
+from flexops.build.describe.spec import BINDING, DECLARATIONS
 from flexops.build.load import loader
 from flexops.build.plan import cache_key, shared_headers
-from flexops.build.plan.plan import BINDING, BINDING_HEADER, DECLARATIONS, INTRINSICS_HEADER, BuildPlan, Step
+from flexops.build.plan.plan import BINDING_HEADER, INTRINSICS_HEADER, BuildPlan, Step
 from flexops.toolchain import zig
 
 ISA_LEVELS = platform.machine() == "x86_64"

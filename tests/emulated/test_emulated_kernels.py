@@ -86,7 +86,7 @@ __global__ void wrong(float* x, int n, int which) {
 }
 '''
 x = torch.arange(64.0)
-provider.driver().enter_context(0)
+libcuda.driver().enter_context(0)
 def load(text):
     return provider.load(kernel_plan.TextKernel("emulated", text, "wrong", layout.csrc_root()), ComputeCapability(8, 0))
 kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
@@ -136,7 +136,7 @@ __global__ void mapped(const A* a, const B* b, OUT* out, i64 count) {
   map_elements(out, count, [](float a, float b) { return a + 2 * b; }, a, b);
 }
 '''
-provider.driver().enter_context(0)
+libcuda.driver().enter_context(0)
 call, letters = packed.driver_call(), packed.layout("QQQq")
 generator = torch.Generator().manual_seed(0)
 names = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -27,7 +27,7 @@ import flexops.optim
 from flexops import settings
 from flexops.build.describe import catalog
 from flexops.build.load import loader
-from flexops.errors import NativeUnavailableError
+from flexops.errors import NO_CODE, NativeUnavailableError
 from flexops.ops import _register
 
 
@@ -273,7 +273,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: py
 
     def native(x: Tensor, *, by: float) -> Tensor:
         if x.numel() == 3:
-            raise RuntimeError(f"{loader.NO_CODE} twice<odd> for a GPU of capability 9.0")
+            raise RuntimeError(f"{NO_CODE} twice<odd> for a GPU of capability 9.0")
         if x.numel() == 5:
             raise RuntimeError("x is too long")
         return x * by

@@ -61,7 +61,7 @@ def note(root: Path) -> None:
 def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
     done = release(ROOT, "verify", "--tag", "refs/heads/main")
     assert (done.returncode, done.stdout) == (0, f"flexops {flexops.__version__}\n"), done.stderr
-    assert _toml.load(ROOT / "pyproject.toml")["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "flexops.__version__"}
+    assert _toml.load(ROOT / "pyproject.toml")["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "flexops._version.__version__"}
 
 
 def test_preparing_shows_and_writes_nothing_unless_told_to(clone: Path) -> None:

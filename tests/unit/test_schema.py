@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flexops.build.describe import binding, schema
+from flexops.build.describe.declaration import Output, Rows
 from flexops.build.describe.schema import Argument, Dimensions, declare, dimensions, parse
-from flexops.build.describe.spec import Output, Rows
 from flexops.errors import FlexopsError
 
 

@@ -6,7 +6,7 @@ it is asked for (``OpSpec.every_signature``).
 
 from __future__ import annotations
 
-from .spec import Declared, Output, Rows
+from .declaration import Declared, Output, Rows
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _BIASED = {"shapes": {"bias": "x[-1]"}, "dtypes": {"bias": _FLOATS}, "strided": {"x": "rows", "bias": "aligned"}, "plain": True}

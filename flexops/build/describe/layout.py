@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ... import settings
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def csrc_root() -> Path:
@@ -27,7 +27,7 @@ def cmake_root() -> Path:
 
 def recipe_root() -> Path:
     """The modules that decide on commands."""
-    return _PACKAGE / "op_builder"
+    return _PACKAGE / "build"
 
 
 AOT = "_aot"

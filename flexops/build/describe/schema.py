@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import FlexopsError
-from .spec import Output, Rows
+from .declaration import Output, Rows
 
 DTYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",

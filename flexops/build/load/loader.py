@@ -8,7 +8,6 @@ start should cost next to nothing.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,15 +22,14 @@ from ..store import counters
 from ..store.cache import BuildCache, Entry, read_entry
 from ..store.entry import cannot_run
 from ..store.manifest import Refusal, judge
+from ..store.opening import open_cache as open_cache
+from .freshness import stale
 
 if TYPE_CHECKING:
     from ...toolchain.model import TorchBuild
     from ..plan.plan import BuildPlan
-    from ..store.remote import Remote
 
 DISPATCHED = ("cpu", "cuda")
-NO_CODE = "flexops has no code of the kernel"
-"""What the error of a launch begins with whose kernel cannot be had."""
 Backend = Literal["aot", "jit", "reference", "unasked"]
 
 
@@ -112,22 +110,6 @@ def status() -> tuple[OpStatus, ...]:
     extra = [pair for pair in _statuses if pair not in pairs]
     unasked = "no call has needed it yet"
     return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra]) + tuple(_declined.values())
-
-
-def open_cache(chosen: settings.Settings) -> BuildCache:
-    """The build cache that the settings name; touches nothing."""
-    return BuildCache(
-        chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared,
-        signing_key=chosen.cache_signing_key, trusted_keys=chosen.cache_trusted_keys, copies=chosen.cache_copies, remote=_remote_of(chosen),
-    )  # fmt: skip
-
-
-def _remote_of(chosen: settings.Settings) -> Remote | None:
-    if not chosen.cache_remote:
-        return None
-    from ..store import remote
-
-    return remote.of(chosen)
 
 
 def _announce(status: OpStatus) -> None:
@@ -299,40 +281,6 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
         tools = toolchain.discover(chosen, device="cpu")  # no toolkit: a library for CUDA holds host code only
         plan = plan_op(spec, device, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs)
     return plan._replace(timeout=chosen.compile_timeout)
-
-
-def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
-    """Whether the sources have changed since the library was made from them (in a checkout that is being worked on).
-
-    A project's installed library was made with the headers and by the rules of another flexops, perhaps, which is as good: ``judge`` compares their ABI.
-    """
-    places = dict(spec.project.roots(layout.csrc_root())) | {"<op_builder>": layout.recipe_root()}
-    if not spec.project.own and entry.directory.parent == spec.project.aot:
-        places = {f"<{spec.project.name}>": spec.project.csrc}
-    if not entry.manifest.kernel and (refusal := _made_of_less(entry, spec)):
-        return refusal
-    for name, digest in entry.manifest.files.items():
-        anchor, separator, rest = name.partition(">")
-        if anchor + separator not in places:
-            continue  # a header of the compiler that built it, which need not be on this machine
-        try:
-            current = cache_key.file_digest(f"{places[anchor + separator]}{rest}")
-        except OSError:
-            current = ""
-        if current != digest:
-            return Refusal(f"{rest.lstrip('/') or name} has changed since it was built", "flexops build")
-    return None
-
-
-def _made_of_less(entry: Entry, spec: OpSpec) -> Refusal | None:
-    """Whether a library was not made from all that its family has today: sources, and what the declarations say."""
-    files, root = entry.manifest.files, spec.project.roots(layout.csrc_root())[0][0]
-    for name, text in spec.texts:
-        if files.get(name) != hashlib.sha256(text.encode()).hexdigest():
-            return Refusal(f"the declaration of {spec.name}'s operators has changed since it was built", "flexops build")
-    sources = spec.cpu_sources if entry.manifest.device == "cpu" else spec.cuda_sources
-    new = next((source for source in (spec.binding, *sources) if source and f"{root}/{source}" not in files), None)
-    return Refusal(f"{new} was not there yet when it was built", "flexops build") if new else None
 
 
 def _open(entry: Entry, spec: OpSpec) -> Refusal | None:

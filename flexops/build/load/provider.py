@@ -7,7 +7,6 @@ and no Python runs.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _fork, settings, toolchain
 from ...compute_capability import Architecture, ComputeCapability
-from ...errors import CompileError, FlexopsError, NativeUnavailableError
+from ...errors import NO_CODE, CompileError, FlexopsError, NativeUnavailableError
+from ...toolchain import libcuda
+from ...toolchain.libcuda import NOT_CODE, DriverError
 from ...toolchain.model import Version
 from ..describe import layout
 from ..describe.spec import OpSpec
@@ -25,20 +26,12 @@ from ..plan.program import Program
 from ..store import counters
 from ..store.cache import Entry, read_entry
 from ..store.manifest import Refusal
-from . import loader, provider_texts, record
+from ..store.opening import open_cache
+from . import freshness, provider_texts, record
 
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-_NOT_CODE = (200, 209, 218, 500)
-"""CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and NOT_FOUND (a kernel).
-
-The code is not what it was filed as.
-"""
-_NOT_STARTED = ' (a process that was forked after its parent had used CUDA cannot use it: multiprocessing.set_start_method("spawn"))'
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
 _Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
@@ -71,75 +64,6 @@ class FamilyKernel(NamedTuple):
 AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program
 
 
-class DriverError(RuntimeError):
-    """The driver has refused a call, with a number of ``CUDA_ERROR_...``."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class Driver:
-    """What is called of libcuda.so.1."""
-
-    def __init__(self, library: str = "libcuda.so.1") -> None:
-        self.library = ctypes.CDLL(library)
-
-    def capability(self, device: int) -> ComputeCapability:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        try:
-            self._check(self.library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device))
-            self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
-        except DriverError as error:
-            raise NativeUnavailableError(f"the driver does not tell what GPU {device} is", found=str(error), fix="flexops doctor") from None
-        return ComputeCapability(major.value, minor.value)
-
-    def cuda(self) -> Version:
-        """The newest CUDA version that this driver supports."""
-        version = ctypes.c_int()
-        self.library.cuDriverGetVersion(ctypes.byref(version))  # needs no device, and cannot fail
-        return Version((version.value // 1000, version.value % 1000 // 10))
-
-    def load(self, code: bytes, symbols: Iterable[str]) -> list[int]:
-        """A CUkernel for each symbol: valid on every GPU that can run the code, each of which loads it at its first launch."""
-        library = ctypes.c_void_p()
-        self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
-        try:
-            return [self._kernel(library, symbol) for symbol in symbols]
-        except DriverError:
-            self.library.cuLibraryUnload(library)
-            raise
-
-    def _kernel(self, library: ctypes.c_void_p, symbol: str) -> int:
-        kernel = ctypes.c_void_p()
-        self._check(self.library.cuLibraryGetKernel(ctypes.byref(kernel), library, symbol.encode()))
-        return kernel.value or 0
-
-    def allow_shared(self, kernel: int, size: int, device: int) -> None:
-        """Let a kernel have so many bytes of dynamic shared memory."""
-        self._check(self.library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, ctypes.c_void_p(kernel), device))
-
-    def enter_context(self, device: int) -> None:
-        """What the runtime does on a thread on which it has not run yet."""
-        context = ctypes.c_void_p()
-        self._check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        self._check(self.library.cuCtxSetCurrent(context))
-
-    def error_text(self, status: int) -> str:
-        text = ctypes.c_char_p()
-        self.library.cuGetErrorString(status, ctypes.byref(text))
-        return (text.value or b"unknown error").decode() + (_NOT_STARTED if status == _NOT_INITIALIZED else "")
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise DriverError(f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})", status)
-
-
-@functools.cache
-def driver() -> Driver:
-    return Driver()
-
-
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
     """Let a library that is loaded ask for its kernels."""
     give(library, lambda name, capability: load(_called(spec, name, made), capability))
@@ -151,7 +75,7 @@ def give(library: Path, find: Callable[[bytes, ComputeCapability], int]) -> None
 
     def provide(name: bytes, device: int, error: int, error_size: int) -> int | None:
         try:
-            capability = driver().capability(device)
+            capability = libcuda.driver().capability(device)
             with _lock.held():
                 known = handles.get((name, capability))
                 if known is None:
@@ -232,7 +156,7 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
     mend = ""
     for entry, compiled in _entries(kernel, capability, refusals):
         try:
-            loaded = driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n"))  # PTX is a text, and ends so
+            loaded = libcuda.driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n"))  # PTX is a text, and ends so
             if settings.current().record and not isinstance(kernel, Program) and not (isinstance(kernel, FamilyKernel) and kernel.text):
                 record.kernel(kernel, capability)
             return loaded
@@ -242,7 +166,7 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
             mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
     fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
-    raise NativeUnavailableError(f"{loader.NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
+    raise NativeUnavailableError(f"{NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
 
 
 def _refused(
@@ -263,10 +187,10 @@ def _refused(
     if too_new := _too_new(entry):
         return too_new
     reason = f"{entry.library}: the driver refuses it: {error}"
-    useless = isinstance(error, DriverError) and error.status in _NOT_CODE
+    useless = isinstance(error, DriverError) and error.status in NOT_CODE
     if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
         return Refusal(reason, "flexops doctor")
-    loader.open_cache(settings.current()).reject(entry)
+    open_cache(settings.current()).reject(entry)
     return Refusal(f"{reason}; it was put aside", kernel.mend(capability))
 
 
@@ -296,7 +220,7 @@ def _ready(
     kernel: AnyKernel, architectures: Iterable[str], refusals: list[Refusal]
 ) -> Iterator[Entry]:
     """What was compiled before, from these very sources, for one of these architectures: at install, or in the cache."""
-    cache = loader.open_cache(settings.current())
+    cache = open_cache(settings.current())
     usable = not cache.problem()
     for architecture in architectures:
         name = kernel.name(architecture)
@@ -305,7 +229,7 @@ def _ready(
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
             whole: Entry | None = one
-            refusal = loader.stale(one, kernel.spec) or _apart(kernel, one.manifest.files) or _too_new(one)
+            refusal = freshness.stale(one, kernel.spec) or _apart(kernel, one.manifest.files) or _too_new(one)
             if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
             if refusal:
@@ -327,7 +251,7 @@ def _compiled(
             logging.getLogger("flexops").warning("%s", note)
         cached, tries = True, 0
         while cached and tries < _TRIES:
-            cache = loader.open_cache(chosen)
+            cache = open_cache(chosen)
             result = device_code.obtain([plan], cache, time_limit=chosen.compile_timeout)[0]
             cached, tries = result.cached, tries + 1
             entry = result.require()
@@ -347,7 +271,7 @@ def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compi
 
 def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
     """A kernel's code from the remote cache, where nothing may be compiled."""
-    cache = loader.open_cache(settings.current())
+    cache = open_cache(settings.current())
     if cache.remote is None or cache.problem():
         return None
     try:
@@ -379,7 +303,7 @@ def other_headers(spec: OpSpec, made: tuple[tuple[str, str], ...], files: Digest
 
 def _too_new(entry: Entry) -> Refusal | None:
     """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own version or an older one."""
-    made, runs = Version.parse(entry.manifest.cuda_version), driver().cuda()
+    made, runs = Version.parse(entry.manifest.cuda_version), libcuda.driver().cuda()
     if made > runs if entry.manifest.library.endswith(".ptx") else made.major > runs.major:
         toolkit = toolchain.compat.rules().facts(made)
         least = toolkit.least_driver or toolkit.family_driver if made.major == runs.major else toolkit.family_driver

@@ -8,9 +8,8 @@ from ...errors import ArchitectureError, ToolchainError
 from ...toolchain import missing
 from ...toolchain.model import Toolchain
 from ...toolchain.resources import Resources
-from ..describe.spec import OpSpec
+from ..describe.spec import BINDING, OpSpec
 from .plan import (
-    BINDING,
     BINDING_HEADER,
     DEVICE_STEP_BYTES,
     TORCH_HEADER_STEP_BYTES,

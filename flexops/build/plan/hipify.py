@@ -49,7 +49,7 @@ def mirrored(include_dirs: Sequence[str]) -> tuple[str, ...]:
 
 def translate(sources: Sequence[str], include_dirs: Sequence[str], torch_root: Path, directory: Path) -> None:
     """Translate into ``directory``, the build directory."""
-    own_headers = _module("flexops_includes", Path(__file__).with_name("includes.py")).own_headers
+    own_headers = _module("flexops_includes", Path(__file__).parents[1] / "describe/includes.py").own_headers
     originals: dict[str, Path] = {}  # file -> its copy
     for source in sources:
         path = directory / source

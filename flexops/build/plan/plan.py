@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...errors import ToolchainError
+from ..describe import layout
+from ..describe.spec import BINDING, DECLARATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +40,6 @@ WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H=1"
 
 # Which torch's conventions bindings keep to: 2.11's, whatever torch is here; major in the highest byte, minor in the next. None of its headers is needed.
 STABLE_ABI_FLAGS = ("-DFLEXOPS_STABLE_ABI=0x020b000000000000",)
-BINDING, DECLARATIONS = "binding.cpp", "launchers.h"  # what the builder writes, where a family has no binding of its own
 BINDING_HEADER = "common/binding.h"  # what every binding includes first
 INTRINSICS_HEADER = "common/cpu_intrinsics.h"  # what every CPU kernel reaches, with nothing before it that could change it
 TORCH_LIBRARY, TORCH_STUB = "libtorch_cpu.so", "torch_stub.so"
@@ -198,7 +199,7 @@ def library_name(spec: OpSpec, device: DeviceType) -> str:
 
 def own_anchors(spec: OpSpec, csrc: Path) -> tuple[tuple[Path, str], ...]:
     """Where the spec's sources, flexops' headers and the modules that made the plan are."""
-    return (*((path, name) for name, path in spec.project.roots(csrc)), (_RECIPE.parent, "<op_builder>"))
+    return (*((path, name) for name, path in spec.project.roots(csrc)), (layout.recipe_root(), "<build>"))
 
 
 def include_flags(spec: OpSpec, csrc: Path) -> tuple[str, ...]:

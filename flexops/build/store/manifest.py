@@ -13,7 +13,8 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import __version__, _json, trust
+from ... import _json, trust
+from ..._version import __version__
 from ...errors import ArchitectureError
 from ...toolchain.installed_torch import TorchBuild
 from ...toolchain.version import Version
