@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .patching import patch as patch
     from .patching import unpatch as unpatch
 
-from ._version import __version__  # noqa: E402
+from ._version import __version__
 
 _NAMES = {
     "builder": ("builder",),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?"
-SOURCE = "flexops/__init__.py"
+SOURCE = "flexops/_version.py"
 PLACES: Mapping[str, str] = {
     SOURCE: rf'^__version__ = "({VERSION})"$',
     "recipe/recipe.yaml": rf'^  version: "({VERSION})"$',

@@ -1,1 +1,1 @@
-"""From an op's description to a loaded library: plan, key, cache, compile, judge, load."""
+"""From an operator's description to a loaded library; README.md tells the life of a build."""

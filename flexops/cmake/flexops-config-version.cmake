@@ -1,5 +1,5 @@
-# The version that flexops/__init__.py states. Before 1.0 a minor version may take away what an earlier one had, as a major one may later.
-file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../__init__.py" flexops_line REGEX "^__version__ = ")
+# The version that flexops/_version.py states. Before 1.0 a minor version may take away what an earlier one had, as a major one may later.
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../_version.py" flexops_line REGEX "^__version__ = ")
 string(REGEX REPLACE "^__version__ = \"([0-9.]+).*" "\\1" PACKAGE_VERSION "${flexops_line}")
 string(REGEX MATCH "^(0\\.[0-9]+|[0-9]+)" flexops_line "${PACKAGE_VERSION}")
 

@@ -21,9 +21,9 @@ from .. import _torch, settings
 from ..build.compile import device_code
 from ..build.describe import layout
 from ..build.load import loader, provider
-from ..toolchain import libcuda
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
+from ..toolchain import libcuda
 from . import binding, launch
 from .binding import Argument, Options, Schema
 from .signature import CPP_TYPES, Signature, kernels

@@ -712,6 +712,7 @@ import mylib
 from flexops.build.describe import catalog
 from flexops.build.compile import device_code
 from flexops.build.load import provider
+from flexops.toolchain import libcuda
 from flexops.compute_capability import ComputeCapability
 from flexops.toolchain.model import Version
 spec, none = catalog.find("mylib.scale"), ()

@@ -25,6 +25,7 @@ from flexops.build.store import cache, cache_archive
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.manifest import file_crc32
 from flexops.errors import CompileError, NativeUnavailableError, ToolchainError
+from flexops.toolchain import libcuda
 
 SCALE = """
 template <typename T> __global__ void __launch_bounds__(256) scale(const T* x, T* out, float factor, int64_t n) {

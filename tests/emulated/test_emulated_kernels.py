@@ -66,6 +66,7 @@ from flexops.build.plan import kernel_plan
 from flexops.build.describe import layout
 import emulated_gpu
 from flexops.build.load import provider
+from flexops.toolchain import libcuda
 SOURCE = '''
 __global__ void wrong(float* x, int n, int which) {
   __shared__ volatile float row[64];
@@ -128,6 +129,7 @@ from flexops.kernels import launch as packed
 from flexops.build.plan import kernel_plan
 from flexops.build.describe import layout
 from flexops.build.load import provider
+from flexops.toolchain import libcuda
 import emulated_gpu
 SOURCE = '''
 #include "common/map_elements.cuh"

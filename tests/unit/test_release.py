@@ -14,7 +14,7 @@ import flexops
 from flexops import _toml
 
 ROOT = Path(__file__).parents[2]
-KEPT = ("flexops/__init__.py", "recipe/recipe.yaml", "CITATION.cff", "CHANGELOG.md", "pyproject.toml")
+KEPT = ("flexops/_version.py", "recipe/recipe.yaml", "CITATION.cff", "CHANGELOG.md", "pyproject.toml")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Plans become artifacts: ninja, NVRTC in child processes, diagnosis of what failed."""

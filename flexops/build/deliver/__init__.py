@@ -1,0 +1,1 @@
+"""Artifacts for other machines: builds ahead of time, and what a recorded run needs."""

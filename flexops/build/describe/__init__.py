@@ -1,0 +1,1 @@
+"""What is to be built: families and their sources, operators and their schemas, what a `.cu` says."""

@@ -1,0 +1,1 @@
+"""Artifacts become operators and kernels of this process; the fallback to plain PyTorch."""

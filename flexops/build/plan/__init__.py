@@ -1,0 +1,1 @@
+"""Commands, inputs and keys of a build, as values; nothing runs here."""

@@ -1,0 +1,96 @@
+"""Packages import one way: no circles between modules or folders, and the order of flexops.build.
+
+Imports inside of functions count, too; those under ``TYPE_CHECKING`` do not run and do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("describe", "plan", "store", "compile", "load", "deliver")
+Graph = dict[str, set[str]]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in (ROOT / "flexops").rglob("*.py"):
+        if "example" not in path.parts:
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that may run."""
+    for child in ast.iter_child_nodes(node):
+        typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        if not typing_only:
+            yield child
+            yield from running(child)
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in running(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            found |= {one if one in known else module for one in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {one for one in found if one in known and one != name}
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    reach = {node: set(targets) for node, targets in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for targets in reach.values():
+            more = set().union(*(reach.get(target, set()) for target in targets)) - targets
+            targets |= more
+            changed |= bool(more)
+    inside = {node for node, targets in reach.items() if node in targets}
+    groups = {frozenset(o for o in inside if o in reach[n] and n in reach[o]) for n in inside}
+    return sorted(sorted(group) for group in groups)
+
+
+def graph() -> Graph:
+    known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_no_circle_between_modules() -> None:
+    assert circles(graph()) == []
+
+
+def test_no_circle_between_folders() -> None:
+    def folder(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    between: Graph = {}
+    for name, targets in graph().items():
+        own = between.setdefault(folder(name), set())
+        own |= {folder(target) for target in targets} - {folder(name)}
+    assert circles(between) == []
+
+
+def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:
+    wrong = []
+    for name, targets in graph().items():
+        for target in targets:
+            stages = [one.split(".")[2:3] for one in (name, target) if one.startswith("flexops.build.")]
+            if len(stages) == 2 and all(one and one[0] in STAGES for one in stages):
+                own, other = (STAGES.index(one[0]) for one in stages)
+                wrong += [f"{name} imports {target}"] * (other > own)
+    assert wrong == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
