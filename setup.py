@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
 
 from flexops import settings, toolchain  # noqa: E402
-from flexops.build.deliver import aot
+from flexops.build.deliver import aot  # noqa: E402
 from flexops.build.describe import catalog  # noqa: E402
 from flexops.builder.packaging import PlatformWheel  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402

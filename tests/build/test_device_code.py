@@ -426,7 +426,9 @@ def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompi
 def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, compiler: DeviceCompiler) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from flexops.build.describe import catalog, layout; from flexops.build.compile import device_code; from flexops.build.plan import kernel_plan; from flexops.build.store.cache import BuildCache\n"
+        "from pathlib import Path\n"
+        "from flexops.build.describe import catalog, layout; from flexops.build.plan import kernel_plan\n"
+        "from flexops.build.compile import device_code; from flexops.build.store.cache import BuildCache\n"
         "from flexops.toolchain.nvrtc import DeviceCompiler; from flexops.toolchain.version import Version\n"
         "from flexops.compute_capability import parse_arch_list\n"
         f"compiler = DeviceCompiler('nvrtc', Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r}, Path({str(compiler.builtins)!r}))\n"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 from ...settings import LogLevel, current
+from ..store.election import job_rank
 from .ninja import Progress
 
 
@@ -66,11 +67,3 @@ def place() -> str:
     if rank := job_rank():
         return f" (rank {rank[0]} of {rank[1]} on {socket.gethostname()})"
     return f" (on {socket.gethostname()})" if current().cache_remote else ""
-
-
-def job_rank() -> tuple[str, str] | None:
-    """This process's rank and its job's size, of torchrun or Slurm; None if it is alone."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if os.environ.get(rank) and os.environ.get(size, "1") != "1":
-            return os.environ[rank], os.environ[size]
-    return None

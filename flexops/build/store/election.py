@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ... import settings
 from ...errors import FlexopsError
-from ..compile import progress
 from . import cache_archive, counters
 
 if TYPE_CHECKING:
@@ -76,8 +75,16 @@ def speaks(topic: str) -> bool:
         with contextlib.suppress(RuntimeError):
             key = hashlib.sha256(topic.encode()).hexdigest()
             return bool(store.add(f"flexops/said/{key}", 1) == 1)
-    rank = progress.job_rank()
+    rank = job_rank()
     return rank is None or rank[0] == "0"
+
+
+def job_rank() -> tuple[str, str] | None:
+    """This process's rank and its job's size, of torchrun or Slurm; None if it is alone."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if os.environ.get(rank) and os.environ.get(size, "1") != "1":
+            return os.environ[rank], os.environ[size]
+    return None
 
 
 def _ranks() -> Any:
