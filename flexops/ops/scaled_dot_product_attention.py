@@ -47,7 +47,8 @@ def scaled_dot_product_attention(
         if not torch.compiler.is_compiling() and why != "meant":
             loader.decline("attention", query.device.type, f"{why}: torch's scaled_dot_product_attention")
         arguments: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
-        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **arguments)
+        arguments["scale"] = scale
+        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, **arguments)
     query, key, value = autocast(query, key, value)
     right = -1
     if is_causal:

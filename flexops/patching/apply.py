@@ -89,7 +89,10 @@ def patch(
 @contextlib.contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """An error on the way, such as a module's property that raises, leaves the model as it was."""
-    before = [(module, module.__dict__.get("forward"), attending.is_switched(module)) for module in model.modules()]
+    before = [
+        (module, module.__dict__.get("forward"), attending.is_switched(module))
+        for module in model.modules()
+    ]
     try:
         yield
     except BaseException:

@@ -91,12 +91,15 @@ def mask(
     local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """None where :func:`attention` knows the pattern by itself, else what transformers makes for
-    torch's attention (True where a key takes part). ``local_size`` is a window's size, or a chunk's."""
+    torch's attention (True where a key takes part). ``local_size`` is a window's size,
+    or a chunk's."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     config = kwargs.get("config")
+    device = torch.device(kwargs.get("device", "cpu"))
     whole = attention_mask is None and allow_is_causal_skip and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    if whole and local_size is not None and _passes_window(config, local_size) and _windows_are_cheap(torch.device(kwargs.get("device", "cpu"))):
+    passed = whole and local_size is not None and _passes_window(config, local_size)
+    if passed and _windows_are_cheap(device):
         return None
     make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask
     made: Tensor | None = make(
@@ -165,14 +168,15 @@ def attention(
         sliding_window = None
     pattern = attention_mask, causal, sliding_window
     special = softcap is not None or sliding_window is not None or s_aux is not None
-    why = _needs_transformers(module, {name: x for name, x in others.items() if name not in NO_EFFECT and x is not None and x is not False})
+    why = _needs_transformers(module, others)
     if special and (dropout or query.dtype not in FLOATS):
         why = why or "meant"
     if why:
         if why != "meant" and not torch.compiler.is_compiling():
             loader.decline("attention", query.device.type, why)
         given = {"softcap": softcap, "s_aux": s_aux, **others}
-        return _by_transformers(module, query, key, value, pattern, dropout, scaling, {name: x for name, x in given.items() if x is not None})
+        given = {name: x for name, x in given.items() if x is not None}
+        return _by_transformers(module, query, key, value, pattern, dropout, scaling, given)
     if causal and key.shape[2] > query.shape[2]:  # the first part of an empty cache of a fixed length
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if not special:
@@ -192,10 +196,15 @@ def _torchs_way(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     return result.transpose(1, 2).contiguous()
 
 
-def _needs_transformers(module: Any, keywords: dict[str, Any]) -> str:
+def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
     """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
+    keywords = {
+        name
+        for name, x in others.items()
+        if name not in NO_EFFECT and x is not None and x is not False
+    }
     name = type(module).__name__
-    rejected = sorted(keywords.keys() & REJECTED)
+    rejected = sorted(keywords & REJECTED)
     if rejected:
         raise PatchError(
             f"flexops' attention does not support the keys that {name} selects itself",
@@ -203,14 +212,15 @@ def _needs_transformers(module: Any, keywords: dict[str, Any]) -> str:
             required="a model without them",
             fix='model.set_attn_implementation("eager")',
         )
-    unknown = sorted(keywords.keys() - BY_SDPA - BY_EAGER)
+    unknown = sorted(keywords - BY_SDPA - BY_EAGER)
     if unknown:
         return f"{name} was called with {', '.join(unknown)}: transformers' eager attention"
     return "meant" if keywords else ""
 
 
 def _by_transformers(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, pattern: tuple[Tensor | None, bool, int | None],
+    module: Any, query: Tensor, key: Tensor, value: Tensor,
+    pattern: tuple[Tensor | None, bool, int | None],
     dropout: float, scaling: float | None, keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """transformers' function for torch's attention if that has all of this, else the eager one."""
@@ -220,21 +230,24 @@ def _by_transformers(
     if "position_bias" in keywords and not keywords.keys() - NO_EFFECT - BY_SDPA:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        found = sdpa_attention_forward(module, query, key, value, hidden, dropout=dropout, scaling=scaling, **keywords)
+        keywords = {**keywords, "dropout": dropout, "scaling": scaling}
+        found = sdpa_attention_forward(module, query, key, value, hidden, **keywords)
         return found
     eager = eager_of(type(module))
     if eager is None:
         raise PatchError(
-            f"flexops' attention leaves this call to the eager attention of {type(module).__name__}",
+            f"flexops leaves this call to the eager attention of {type(module).__name__}",
             found="no eager_attention_forward in its forward",
-            required="a class of transformers, or a call without weights, dropout and unknown keywords",
+            required="a class of transformers, or no weights, dropout and unknown keywords",
             fix='model.set_attn_implementation("eager")',
         )
     found = eager(module, query, key, value, hidden, scaling=scaling, dropout=dropout, **keywords)
     return found
 
 
-def _as_numbers(mask: Tensor | None, causal: bool, window: int | None, query: Tensor, key: Tensor) -> Tensor:
+def _as_numbers(
+    mask: Tensor | None, causal: bool, window: int | None, query: Tensor, key: Tensor
+) -> Tensor:
     """The mask that eager attention adds to its scores."""
     if mask is None:
         i, j = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
@@ -313,7 +326,7 @@ def _refusal(model: Any, part: Any) -> str:
     if model.config._attn_implementation not in _REPLACEABLE:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
-        return 'the model was given attn_implementation="eager", an explicit choice; the default is replaced'
+        return 'the model was given attn_implementation="eager"; only the default is replaced'
     if getattr(model.config, "use_bidirectional_attention", None):
         return "the config asks for attention in both directions"
     cls = type(part)

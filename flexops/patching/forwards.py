@@ -181,7 +181,7 @@ def _is_as_it_was(module: Any, act: Act) -> bool:
 
 
 def dropouts(module: nn.Module) -> list[tuple[str, nn.Dropout]]:
-    return [(name, child) for name, child in module.named_children() if isinstance(child, nn.Dropout)]
+    return [(name, one) for name, one in module.named_children() if isinstance(one, nn.Dropout)]
 
 
 def _drops(module: nn.Module) -> bool:

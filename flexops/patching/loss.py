@@ -41,7 +41,10 @@ def _is_replaced(module: Any) -> bool:
 def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None) -> bool:
     """Whether the loss can be had without logits, and nobody has asked for these."""
     skip = module.training if skip_logits is None else skip_logits
-    if labels is None or not skip or not isinstance(logits_to_keep, int) or logits_to_keep != 0 or not _is_replaced(module.get_output_embeddings()):
+    keeps_none = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    if labels is None or not skip or not keeps_none:
+        return False
+    if not _is_replaced(module.get_output_embeddings()):
         return False
     if not hears_of_parameters_only(module.get_output_embeddings()):  # hooks that want logits would get the loss
         return False

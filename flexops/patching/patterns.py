@@ -144,7 +144,9 @@ def _gated_swap(module: Any) -> Swap:
 
 def _tiny_gated(module: Any) -> Miniature:
     shapes = {"gate_proj": (WIDTH, INNER), "up_proj": (WIDTH, INNER), "down_proj": (INNER, WIDTH)}
-    parts: dict[str, Any] = {name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()}
+    parts: dict[str, Any] = {
+        name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()
+    }
     parts |= {name: nn.Identity() for name, _ in forwards.dropouts(module)}
     return bare(module, act_fn=unheard(module.act_fn), **parts), (_input(),), {}
 

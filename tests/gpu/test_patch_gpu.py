@@ -1,5 +1,5 @@
-"""``attn_implementation="flexops"`` on a GPU, where no mask is made for a window: sinks, windows and
-chunks against the models' own eager attention."""
+"""``attn_implementation="flexops"`` on a GPU, where no mask is made for a window: sinks, windows
+and chunks against the models' own eager attention."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class _Model:
             nodes = list(ast.walk(function))
             calls = [one for one in nodes if isinstance(one, ast.Call)]
             called = [one for one in calls if ast.unparse(one.func) == "attention_interface"]
-            assert called, f"{self.folder}: {part.name} calls its attention function by another name"
+            assert called, f"{self.folder}: {part.name} calls attention by another name"
             found = {one.arg for call in called for one in call.keywords if one.arg is not None}
             self.keywords[part.name] = found
             names = [one for one in nodes if isinstance(one, ast.Name)]

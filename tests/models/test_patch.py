@@ -153,7 +153,8 @@ def test_eager_attention_that_was_chosen_stays() -> None:
     assert not row.swapped
     assert 'attn_implementation="eager"' in row.reason
     assert model.config._attn_implementation == "eager"
-    assert model(**tiny.batch("llama"), output_attentions=True).attentions[0].shape[-1] == tiny.LENGTH
+    weights = model(**tiny.batch("llama"), output_attentions=True).attentions
+    assert weights[0].shape[-1] == tiny.LENGTH
     for chosen in ("sdpa", None):  # the default, written out or not
         assert attention_row(flexops.patch(tiny.model("llama", attn_implementation=chosen))).swapped
 
@@ -178,9 +179,10 @@ def test_weights_of_attention_are_transformers_own(name: str, padding: str) -> N
 
 
 def test_assisted_generation_with_weights() -> None:
-    model, helper, inputs = tiny.model("llama").eval(), tiny.model("llama").eval(), tiny.batch("llama")
-    asked: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "output_attentions": True}
-    asked |= {"assistant_model": helper, "return_dict_in_generate": True}
+    model, helper = (tiny.model("llama").eval() for _ in range(2))
+    inputs = tiny.batch("llama")
+    asked: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    asked |= {"output_attentions": True, "assistant_model": helper, "return_dict_in_generate": True}
     tokens = inputs["input_ids"][:1]
     with tiny.eagerly(model), tiny.eagerly(helper):
         expected = model.generate(tokens, **asked)

@@ -79,7 +79,8 @@ def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """In training mode, with norms that are not all ones, and no dropout."""
     classes = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
     torch.manual_seed(0)
-    made = getattr(transformers, classes.get(name) or f"{_TEXT[name][0]}ForCausalLM")(config(name, **changes))
+    kind = classes.get(name) or f"{_TEXT[name][0]}ForCausalLM"
+    made = getattr(transformers, kind)(config(name, **changes))
     with torch.no_grad():
         for key, value in made.named_parameters():
             if value.dim() == 1:
