@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from .. import _fork, toolchain, trust
 from ..errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..settings import DeviceCompiler, Settings
-from .cache import BuildCache, Entry, replacing
+from .cache import BuildCache, Entry, replace_file, replacing
 from .entry import cannot_run
 from .extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from .loader import open_cache
@@ -160,7 +160,10 @@ def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Pr
         from . import record
 
         record.extension(entry.manifest)
-    path = _installed(entry, Path(*absolute([build_directory])), shared=chosen.cache_shared) if build_directory else entry.library
+    path = entry.library
+    if build_directory:
+        directory = Path(*absolute([build_directory]))
+        path = _installed(entry, directory, shared=chosen.cache_shared, texts=request.texts)
     if request.is_standalone:
         return str(path)
     with _lock.held():
@@ -409,11 +412,14 @@ def _show_warnings(entry: Entry) -> None:
             print(line, file=sys.stderr)
 
 
-def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
+def _installed(
+    entry: Entry, directory: Path, *, shared: bool, texts: tuple[tuple[str, str], ...] = ()
+) -> Path:
     """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build.
 
     Args:
         shared: whoever may write to the directory is trusted.
+        texts: name and content of sources that were given as text, which belong there, too.
     """
     target = directory / entry.manifest.library
     try:
@@ -426,6 +432,8 @@ def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
         for item in (entry.directory / name for name in entry.files):
             if item.is_file() and item != entry.library:
                 _copy(item, directory / item.name)
+        for name, text in texts:  # as they were given: an entry from elsewhere may have others
+            replace_file(directory / name, text)
         _copy(entry.library, target)  # a library that a process has open must not change under it
     except OSError as error:
         raise CacheError("build_directory cannot be written", found=f"{directory}: {error.strerror}", fix="name another one, or none") from error
