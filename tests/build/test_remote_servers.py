@@ -421,6 +421,7 @@ if {initialised}:
 def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_path: Path) -> None:
     script, said = tmp_path / "rank.py", tmp_path / "said"
     said.mkdir()
+    (tmp_path / "c").mkdir()
     script.write_text(FALLS_BACK.format(initialised=initialised, folder=str(said)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = child_environment(OMP_NUM_THREADS="1", FLEXOPS_CACHE_DIR=str(tmp_path / "c"))

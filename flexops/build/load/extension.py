@@ -29,7 +29,7 @@ from ...errors import CacheError, CompileError, FlexopsError, NativeUnavailableE
 from ...settings import DeviceCompiler, Settings
 from ..plan.extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
 from ..plan.plan import BuildPlan
-from ..store.cache import BuildCache, Entry, replacing
+from ..store.cache import BuildCache, Entry, replace_file, replacing
 from ..store.entry import cannot_run
 from ..store.manifest import verify
 from .loader import open_cache
@@ -206,7 +206,10 @@ def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Pr
         from . import record
 
         record.extension(entry.manifest)
-    path = _installed(entry, Path(*absolute([build_directory])), shared=chosen.cache_shared) if build_directory else entry.library
+    path = entry.library
+    if build_directory:
+        directory = Path(*absolute([build_directory]))
+        path = _installed(entry, directory, shared=chosen.cache_shared, texts=request.texts)
     if request.is_standalone:
         return str(path)
     with _lock.held():
@@ -463,11 +466,14 @@ def _show_warnings(entry: Entry) -> None:
             print(line, file=sys.stderr)
 
 
-def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
+def _installed(
+    entry: Entry, directory: Path, *, shared: bool, texts: tuple[tuple[str, str], ...] = ()
+) -> Path:
     """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build.
 
     Args:
         shared: whoever may write to the directory is trusted.
+        texts: name and content of sources that were given as text, which belong there, too.
     """
     target = directory / entry.manifest.library
     try:
@@ -480,6 +486,8 @@ def _installed(entry: Entry, directory: Path, *, shared: bool) -> Path:
         for item in (entry.directory / name for name in entry.files):
             if item.is_file() and item != entry.library:
                 _copy(item, directory / item.name)
+        for name, text in texts:  # as they were given: an entry from elsewhere may have others
+            replace_file(directory / name, text)
         _copy(entry.library, target)  # a library that a process has open must not change under it
     except OSError as error:
         raise CacheError("build_directory cannot be written", found=f"{directory}: {error.strerror}", fix="name another one, or none") from error

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Literal
 
-from ... import _json, trust
+from ... import _json
 
 Tier = Literal["installed", "cache", "remote", "ranks", "compiler", "published"]
 TIERS: tuple[Tier, ...] = ("installed", "cache", "remote", "ranks", "compiler", "published")
@@ -50,11 +50,10 @@ def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 
 
 
 def count_event(event: Event, root: Path) -> None:
-    """Count what is no look-up."""
+    """Count what is no look-up. A cache that does not exist yet is not made for it."""
     with _lock:
         _add(_totals, {"event": event})
     with contextlib.suppress(OSError):
-        trust.make_directory(str(root))  # what falls back may have compiled nothing yet
         _append(root / ".stats.jsonl", json.dumps({"event": event}))
 
 
