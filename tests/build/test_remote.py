@@ -21,8 +21,6 @@ from remote_machines import Machines, Open, claim
 from flexops.op_builder import builder, cache_archive, counters, remote
 from flexops.op_builder.cache import BuildCache
 
-pytest_plugins = ("remote_machines",)
-
 
 @pytest.fixture(scope="module")
 def google_address() -> Iterator[str]:
@@ -416,7 +414,7 @@ def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monk
     with pytest.raises(FlexopsError, match="FLEXOPS_JIT=0"):
         flexops.load(**load)
     for one in (url, f"file://{tmp_path}/empty"):
-        if worker := remote._of(one, True, 20.0)._worker:
+        if worker := remote._of(one, True, 20.0, False)._worker:
             worker.stop()
 
 

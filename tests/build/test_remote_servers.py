@@ -25,7 +25,6 @@ from flexops.op_builder import builder, counters, remote
 from flexops.op_builder.cache import BuildCache
 from flexops.op_builder.remote import Remote
 
-pytest_plugins = ("remote_machines",)
 Wait = Callable[[int], None]
 
 
