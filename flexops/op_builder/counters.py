@@ -49,12 +49,13 @@ def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 
             _append(root / ".stats.jsonl", json.dumps(event))
 
 
-def count_event(event: Event, root: Path) -> None:
-    """Count what is no look-up."""
+def count_event(event: Event, root: Path, *, make: bool = False) -> None:
+    """Count what is no look-up. ``make``: the cache's directory, if it is missing."""
     with _lock:
         _add(_totals, {"event": event})
     with contextlib.suppress(OSError):
-        trust.make_directory(str(root))  # what falls back may have compiled nothing yet
+        if make:
+            trust.make_directory(str(root))
         _append(root / ".stats.jsonl", json.dumps({"event": event}))
 
 
