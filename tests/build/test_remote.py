@@ -22,8 +22,6 @@ from flexops.build.compile import building
 from flexops.build.store import cache_archive, counters, remote
 from flexops.build.store.cache import BuildCache
 
-pytest_plugins = ("remote_machines",)
-
 
 @pytest.fixture(scope="module")
 def google_address() -> Iterator[str]:
@@ -421,7 +419,7 @@ def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monk
     with pytest.raises(FlexopsError, match="FLEXOPS_JIT=0"):
         flexops.load(**load)
     for one in (url, f"file://{tmp_path}/empty"):
-        if worker := remote._of(one, True, 20.0)._worker:
+        if worker := remote._of(one, True, 20.0, False)._worker:
             worker.stop()
 
 

@@ -26,7 +26,6 @@ from flexops.build.store import counters, remote
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Remote
 
-pytest_plugins = ("remote_machines",)
 Wait = Callable[[int], None]
 
 

@@ -117,9 +117,10 @@ def _announce(status: OpStatus) -> None:
         return
     from ..store import election
 
-    counters.count_event("fallbacks", settings.current().cache_dir)
+    chosen = settings.current()  # FLEXOPS_JIT=0 makes no directory
+    counters.count_event("fallbacks", chosen.cache_dir, make=chosen.jit)
     topic = f"fallback {status.op} {status.device} {status.reason}"
-    if settings.current().fallback == "warn" and election.speaks(topic):
+    if chosen.fallback == "warn" and election.speaks(topic):
         fix = f"\n  fix: {status.fix}" if status.fix else ""
         message = f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n  silence: FLEXOPS_FALLBACK=allow"
         warnings.warn(message, FallbackWarning, stacklevel=5)

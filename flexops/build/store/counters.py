@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Literal
 
-from ... import _json
+from ... import _json, trust
 
 Tier = Literal["installed", "cache", "remote", "ranks", "compiler", "published"]
 TIERS: tuple[Tier, ...] = ("installed", "cache", "remote", "ranks", "compiler", "published")
@@ -49,11 +49,13 @@ def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 
             _append(root / ".stats.jsonl", json.dumps(event))
 
 
-def count_event(event: Event, root: Path) -> None:
-    """Count what is no look-up. A cache that does not exist yet is not made for it."""
+def count_event(event: Event, root: Path, *, make: bool = False) -> None:
+    """Count what is no look-up. ``make``: the cache's directory, if it is missing."""
     with _lock:
         _add(_totals, {"event": event})
     with contextlib.suppress(OSError):
+        if make:
+            trust.make_directory(str(root))
         _append(root / ".stats.jsonl", json.dumps({"event": event}))
 
 

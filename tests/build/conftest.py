@@ -1,0 +1,7 @@
+"""The fixtures of ``remote_machines``, for the tests of the remote cache."""
+
+from __future__ import annotations
+
+from remote_machines import bad, machines, opened, s3_address, wait
+
+__all__ = ["bad", "machines", "opened", "s3_address", "wait"]
