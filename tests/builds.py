@@ -67,12 +67,19 @@ def ninja_path() -> str:
 def tiny_plan(folder: Path, *, name: str = "tiny-cpu", compiler: str = "g++", source: str = "", header: str = "", **changes: Any) -> BuildPlan:
     """A plan of one compile and one link, whose ``answer()`` the header decides. Writes its two sources unless they are there."""
     folder.mkdir(parents=True, exist_ok=True)
-    if header or not (folder / "tiny.h").exists():
-        (folder / "tiny.h").write_text(header or "inline int answer_of_header() { return 42; }\n")
-    if source or not (folder / "tiny.cpp").exists():
-        (folder / "tiny.cpp").write_text(source or '#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n')
-    for path in (folder / "tiny.h", folder / "tiny.cpp"):
-        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 2))  # written before the build began, on whatever clock
+    texts = {
+        "tiny.h": (header, "inline int answer_of_header() { return 42; }\n"),
+        "tiny.cpp": (
+            source,
+            '#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n',
+        ),
+    }
+    for file, (given, usual) in texts.items():
+        path = folder / file
+        if given or not path.exists():
+            path.write_text(given or usual)
+            # written before the build began, on whatever clock
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 2))
     tiny = str(folder / "tiny.cpp")
     plan = BuildPlan(
         name=name,
