@@ -6,6 +6,8 @@ Imports inside of functions count, too; those under ``TYPE_CHECKING`` do not run
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +96,21 @@ def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+ALIAS = """
+import flexops.op_builder.builder as former
+from flexops.op_builder import loader
+from flexops.build.compile import building
+from flexops.build.load import loader as today
+assert former is building
+assert loader is today
+assert today.__spec__.name == "flexops.build.load.loader"
+"""
+
+
+def test_the_former_name_of_the_package_gives_the_same_modules() -> None:
+    command = [sys.executable, "-W", "default", "-c", ALIAS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "flexops.op_builder is now flexops.build" in done.stderr
