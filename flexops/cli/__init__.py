@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ..errors import FlexopsError, SettingsError
@@ -27,7 +28,10 @@ def main() -> None:
 
 
 def _said_at_once(arguments: list[str]) -> str | None:
-    """The answer to ``--help``, ``--version`` and no arguments, without the parser, whose import takes longest."""
+    """The answer to ``--help``, ``--version`` and no arguments, without the parser, whose import
+    takes longest. A shell that asks for completions gives no arguments either."""
+    if "_FLEXOPS_COMPLETE" in os.environ:
+        return None
     if arguments in ([], ["--help"], ["-h"]):
         from .commands import help_text
 

@@ -31,6 +31,7 @@ from flexops.build.store.cache import BuildCache
 from flexops.build.store.manifest import Manifest, file_crc32
 from flexops.build.store.remote import Remote
 from flexops.compute_capability import ComputeCapability, parse_arch_list
+from flexops.toolchain import libcuda
 from flexops.toolchain.nvrtc import DeviceCompiler
 from flexops.toolchain.version import Version
 
@@ -278,7 +279,8 @@ def _loaded(number: int, root: Path, archive: Path | None, *, jit: bool) -> int:
         return "kernel", {}
 
     patched: Any = provider
-    patched.driver = _Driver
+    driver: Any = libcuda
+    driver.driver = _Driver
     patched._plan = lambda kernel, _: (kernel.plan(), ())
     kernel_compiler.Worker.compile = compile_  # type: ignore[method-assign]
     Remote._get = _sends(archive)  # type: ignore[method-assign]

@@ -300,7 +300,7 @@ def poison(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     settings.current.cache_clear()
     yield store
     if remote := loader.open_cache(settings.current()).remote:
-        remote._close("the test is over")
+        remote._pause("the test is over", forever=True)
 
 
 def code_of(folder: Path) -> list[bytes]:

@@ -123,6 +123,7 @@ def checkout(tmp_path: Path) -> Checkout:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot", "ops", "bench"))
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, root / name)
+    (root / "csrc").mkdir()
     tools = tmp_path / "tools"
     tools.mkdir()
     made = Checkout(root, tools, tmp_path / "log")

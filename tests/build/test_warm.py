@@ -249,4 +249,4 @@ def test_every_pattern_says_which_families_it_needs() -> None:
 
 
 def test_without_a_record_or_a_model_there_is_nothing_to_make(flexops: Callable[..., str]) -> None:
-    assert "--model MODEL_CONFIG" in flexops("warm", status=1)
+    assert "--model MODEL_CONFIG" in flexops("warm", status=2)

@@ -107,8 +107,8 @@ def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     program(tmp_path, "ncu", NCU)
     found = json.loads(run("profile", str(cases), "--by", "ncu", "--device", "cpu", "--json"))
     assert found == [
-        {"kernel": "scale<float>(const float *, float *)", "time": "3.5 us", "memory, % of peak": "91.2"},
-        {"kernel": "other", "registers": "32 register/thread"},
+        {"kernel": "scale<float>(const float *, float *)", "time": "3.5 us", "memory, % of peak": "91.2", "device": "cpu"},
+        {"kernel": "other", "registers": "32 register/thread", "device": "cpu"},
     ]
     assert "--profile-from-start off" in (tmp_path / "ncu.arguments").read_text()
     program(tmp_path, "ncu", "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1")

@@ -295,7 +295,7 @@ def test_every_command_has_an_exit_code_in_the_table() -> None:
     groups = {"bench", "cache", "cache remote", "channel", "image", "target"}
     assert without - groups == {
         "doctor", "cache info", "cache stats", "cache list", "cache clear", "cache remote prune",
-        "cache remote verify", "target list", "target render", "target detect", "image list",
+        "cache remote check", "cache remote verify", "target list", "target render", "target detect", "image list",
     }  # fmt: skip
 
 

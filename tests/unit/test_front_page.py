@@ -100,7 +100,7 @@ def test_it_fits_the_column_of_github() -> None:
 
 def test_the_first_screen_has_a_line_for_each_way_in() -> None:
     first = README.partition("\n## ")[0]
-    for command in ("pip install dist/", "flexops image build", "conda install", "flexops.patch("):
+    for command in ("dist/flexops_torch", "flexops image build", "conda install", "flexops.patch("):
         assert command in first
     assert len(first.splitlines()) < 60
 
