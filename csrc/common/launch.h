@@ -6,8 +6,9 @@
 //   return last_error();
 //
 // For CUDA a library holds no device code. It holds the names of the kernels that it launches, as NVRTC takes them
-// (flexops/build/compile/device_code.py reads them from its file), and asks for each at its first launch on a device: flexops_set_provider()
-// tells it whom. Only the driver is called, through the libcuda.so.1 that torch has opened; every driver since 525 has what is used.
+// (flexops/build/compile/device_code.py reads them from its file), and asks for each at its first launch on a device:
+// flexops_set_provider() tells it whom. Only the driver is called, through the libcuda.so.1 that torch has opened; every driver since 525
+// has what is used.
 #pragma once
 
 #include <stdint.h>
@@ -69,8 +70,8 @@ struct KernelOf {
 };
 
 namespace detail {
-/// Has the kernel's name in it, which flexops/build/compile/device_code.py finds: "... [with auto function = flexops::rope::rotate<float>]",
-/// or, because clang leaves out the template's arguments there, a mangled one.
+/// Has the kernel's name in it, which flexops/build/compile/device_code.py finds: "... [with auto function =
+/// flexops::rope::rotate<float>]", or, because clang leaves out the template's arguments there, a mangled one.
 template <auto function>
 struct NameOf {};
 template <auto function>
