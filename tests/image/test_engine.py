@@ -129,13 +129,35 @@ def small_checkout(checkout: Path, tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
+def has_buildkit(program: Path) -> bool:
+    """Whether a client has BuildKit: of itself up to 22, by its plugin buildx from 23 on."""
+    plugin = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version (\d+)\.", version.stdout)
+    return plugin.returncode == 0 or (found is not None and int(found[1]) < 23)
+
+
+@pytest.fixture
+def docker_with_buildkit(tmp_path: Path, require: Callable[..., None]) -> dict[str, str]:
+    """The environment in which the program docker is a client on PATH that has BuildKit."""
+    programs = [Path(folder, "docker") for folder in os.environ["PATH"].split(os.pathsep)]
+    having = next((one for one in programs if one.is_file() and has_buildkit(one)), None)
+    require(having, "a docker with BuildKit", "apt-get install docker-buildx")
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client/docker").symlink_to(str(having))
+    return {"PATH": f"{tmp_path}/client{os.pathsep}{os.environ['PATH']}"}
+
+
 def test_credentials_of_an_index_are_kept_nowhere(
-    engine: Any, private_index_url: str, small_checkout: Path, require: Callable[..., None]
+    engine: Any,
+    private_index_url: str,
+    small_checkout: Path,
+    docker_with_buildkit: dict[str, str],
 ) -> None:
     """By BuildKit. The engine's own files are searched, if this user may read them."""
     private = Image(private_index_url)
-    done = private.build("cpu", "--tag", "flexops:cpu-test-private", checkout=small_checkout)
-    require("need BuildKit" not in done.stderr, "BuildKit", "apt-get install docker-buildx")
+    arguments = ("build", "cpu", "--tag", "flexops:cpu-test-private", *private.build_options)
+    done = private(*arguments, checkout=small_checkout, environment=docker_with_buildkit)
     assert done.returncode == 0, done.stdout + done.stderr
     assert engine.images.get("flexops:cpu-test-private").labels["dev.flexops.torch"]
     assert engine.images.get(naming.kernels("cpu"))
