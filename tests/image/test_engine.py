@@ -175,7 +175,7 @@ def test_credentials_of_an_index_are_kept_nowhere(
         assert found.stdout == ""
     broken = small_checkout / "csrc/lion/lion_cpu.cpp"
     broken.write_text(broken.read_text() + "\nint broken = no_such_thing;\n")
-    done = private.build("cpu", "--tag", "flexops:cpu-test-private", checkout=small_checkout)
+    done = private(*arguments, checkout=small_checkout, environment=docker_with_buildkit)
     assert done.returncode == 10
     assert "no_such_thing" in done.stderr
 
