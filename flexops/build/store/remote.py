@@ -51,7 +51,7 @@ _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0
 _READS = 3
 _NO_PLACE = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
-_SHORTEST_SETTLE, _LONGEST_SETTLE = 0.5, 5.0
+_SHORTEST_SETTLE, _LONGEST_SETTLE = 2.0, 5.0
 _HINT_BYTES = 4 << 20
 
 
